@@ -1,0 +1,50 @@
+# Works on a machine that has Python 3.11+ and make. `make demo` is the place to start.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export FLWR_TELEMETRY_ENABLED := 0
+
+.PHONY: demo test check bench format clean
+
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.demo ## train FedPM on handwritten digits through Flower's simulation engine
+	$(BIN)/fedapps run --method fedpm --task digits --clients 10 --alpha 0.1 --rounds 10
+
+# With CI=true the suite runs against the built wheel, from another folder, so that a file missing in it is noticed.
+test: $(VENV)/.dev ## run the tests
+ifeq ($(CI),true)
+	rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
+	elsewhere=$$(mktemp -d) && cd $$elsewhere && $(abspath $(BIN))/python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests; \
+	  code=$$?; rm -rf $$elsewhere; exit $$code
+else
+	$(BIN)/python -m pytest
+endif
+
+check: $(VENV)/.dev ## lint, format, types, import direction, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate.py --check
+
+bench: $(VENV)/.dev ## run the benchmarks and write their results
+	$(BIN)/python benchmarks/convex_newton.py
+	$(BIN)/fedapps compare --config configs/digits_comparison.toml --methods fedavg,localnewton,fedpm \
+	  --seeds 0,1,2 --lr-grid 0.01,0.03,0.1,0.3,1.0 --target 0.95
+
+format: $(VENV)/.dev ## format the code and write the generated files
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/python scripts/generate.py
+
+clean:
+	rm -rf $(VENV) build dist *.fab .mypy_cache .ruff_cache .pytest_cache

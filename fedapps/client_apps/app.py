@@ -1,0 +1,84 @@
+"""The ClientApp of every method: it answers queries, trains and evaluates."""
+
+from __future__ import annotations
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+import fedapps
+from fedapps.client_apps.work import Node, unpack_work
+from fedapps.compute import choose_device, pinned
+from fedapps.methods import get_method, resolve_settings
+from fedapps.records import METRICS, NODE, NUM_EXAMPLES
+from fedapps.strategies.roster import NodeFacts
+from fedapps.tasks.from_settings import load_task_of
+
+app = ClientApp()
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Answer who this node is.
+
+    Args:
+        message: The server's query.
+        context: Flower's context of the node.
+
+    Returns:
+        The facts of the node, which the server checks before training.
+    """
+    settings = resolve_settings(context.run_config)
+    node = Node.of(context)
+    with pinned(settings.compute_threads):
+        task = load_task_of(settings)
+        method = get_method(settings.method)
+        facts = NodeFacts(
+            partition=node.partition,
+            num_partitions=node.num_partitions,
+            num_examples=len(task.client_data(node.partition, node.num_partitions).train),
+            version=fedapps.__version__,
+            method=settings.method,
+            device="cpu" if task.kind == "convex" else choose_device(settings.device),
+            preconditioned=method.preconditioned(task),
+        )
+    return Message(RecordDict({NODE: facts.to_record()}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train this client for one round, as the method says.
+
+    Args:
+        message: The model and the round's config.
+        context: Flower's context of the node.
+
+    Returns:
+        The method's reply.
+    """
+    settings = resolve_settings(context.run_config)
+    client = get_method(settings.method).load_client()
+    with pinned(settings.compute_threads):
+        content = client(unpack_work(message, context))
+    return Message(content, reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate the model on this client's own validation and test data.
+
+    Args:
+        message: The model and the round's config.
+        context: Flower's context of the node.
+
+    Returns:
+        Metrics; ``num-examples`` is the number of test examples, and 0 leaves the client out of the means.
+    """
+    work = unpack_work(message, context)
+    with pinned(work.settings.compute_threads):
+        metrics = {
+            f"{split}-{name}": value
+            for split, data in (("validation", work.data.validation), ("test", work.data.test))
+            for name, value in work.task.evaluate(work.arrays, data).items()
+        }
+    record = MetricRecord({NUM_EXAMPLES: len(work.data.test), **metrics})
+    return Message(RecordDict({METRICS: record}), reply_to=message)

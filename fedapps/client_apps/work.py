@@ -1,0 +1,227 @@
+"""One round of one client, as data: what a train message and the node's context amount to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, MetricRecord
+
+from fedapps.client_apps.store import ClientStore
+from fedapps.compute import choose_device, generator
+from fedapps.errors import MessageError, TaskError, explain
+from fedapps.methods import resolve_settings
+from fedapps.records import ARRAYS, NUM_EXAMPLES, SERVER_ROUND, Arrays, unpack_arrays, unpack_config
+from fedapps.settings import Settings
+from fedapps.tasks.from_settings import load_task_of
+
+if TYPE_CHECKING:
+    from fedapps.tasks.base import ClientData, Task
+
+
+@dataclass(frozen=True)
+class Node:
+    """Who this client is, from its node's config.
+
+    Attributes:
+        partition: Partition id, the client's identity.
+        num_partitions: Number of partitions.
+        state_dir: Folder for the client's persistent state, or None.
+    """
+
+    partition: int
+    num_partitions: int
+    state_dir: Path | None
+
+    @classmethod
+    def of(cls, context: Context) -> Node:
+        """Read a node's config.
+
+        Args:
+            context: Flower's context of the node.
+
+        Returns:
+            The node.
+
+        Raises:
+            TaskError: ``partition-id`` or ``num-partitions`` is absent or not an integer in range.
+        """
+        numbers = []
+        for key in ("partition-id", "num-partitions"):
+            value = context.node_config.get(key)
+            if not str(value).isdigit():
+                raise TaskError(
+                    explain(
+                        f"node {context.node_id}, node config '{key}'",
+                        expected="an integer from 0",
+                        got="nothing" if value is None else repr(value),
+                        do="start the SuperNode with --node-config 'partition-id=0 num-partitions=2'",
+                    )
+                )
+            numbers.append(int(str(value)))
+        partition, num_partitions = numbers
+        if partition >= num_partitions:
+            raise TaskError(
+                explain(
+                    f"node {context.node_id}",
+                    expected=f"a partition-id below num-partitions = {num_partitions}",
+                    got=str(partition),
+                    do="count partitions from 0",
+                )
+            )
+        state_dir = context.node_config.get("state-dir")
+        return cls(partition, num_partitions, Path(str(state_dir)) if state_dir else None)
+
+
+@dataclass(frozen=True)
+class ClientWork:
+    """One round of one client.
+
+    Attributes:
+        settings: The settings of the run.
+        task: The task.
+        node: Who this client is.
+        data: The client's own data.
+        arrays: The model that the server sent, by name; read-only.
+        server_round: The round.
+        lr: Learning rate in force.
+        last_folded: Last round in which the server folded this client's reply; 0 if none.
+        experiment: Identity of the experiment.
+        run_dir: The run folder as the server names it; it may lie on another machine.
+    """
+
+    settings: Settings
+    task: Task
+    node: Node
+    data: ClientData
+    arrays: Arrays
+    server_round: int
+    lr: float
+    last_folded: int
+    experiment: str
+    run_dir: str
+
+    @property
+    def where(self) -> str:
+        """Name the client for messages."""
+        return f"client {self.node.partition}"
+
+    @cached_property
+    def device(self) -> str:
+        """The device to compute on."""
+        return choose_device(self.settings.device)
+
+    @cached_property
+    def store(self) -> ClientStore:
+        """The client's persistent state: beside the node if it names a folder, else in the run folder."""
+        if self.node.state_dir is not None:
+            root = self.node.state_dir
+        elif self.run_dir and Path(self.run_dir).is_dir():
+            root = Path(self.run_dir) / "clients"
+        else:
+            root = Path(os.environ.get("FEDAPPS_STATE", Path.home() / ".fedapps" / "clients"))
+        return ClientStore(root, self.experiment, self.node.partition)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples that the client trains on."""
+        return len(self.data.train)
+
+    @property
+    def torch_seed(self) -> int:
+        """Seed of torch's generator for this round of this client."""
+        return int(generator(self.settings.seed, self.server_round, self.node.partition, 1).integers(2**63))
+
+    def batches(self) -> Iterator[np.ndarray]:
+        """Draw the batches of the round.
+
+        Every epoch is a new permutation; the last batch of an epoch may be smaller, and a client with fewer examples than
+        a batch takes all of them.
+
+        Yields:
+            Indices into the client's training data, shape (examples in the batch,).
+        """
+        n = self.num_examples
+        size = min(self.settings.batch_size or n, n)
+        random = generator(self.settings.seed, self.server_round, self.node.partition, 0)
+        steps_left = self.settings.local_steps or self.settings.local_epochs * -(-n // size)
+        while True:
+            order = random.permutation(n)
+            for start in range(0, n, size):
+                yield order[start : start + size]
+                steps_left -= 1
+                if steps_left == 0:
+                    return
+
+    @property
+    def num_steps(self) -> int:
+        """Number of local steps ``K`` of the round."""
+        n = self.num_examples
+        size = min(self.settings.batch_size or n, n)
+        return self.settings.local_steps or self.settings.local_epochs * -(-n // size)
+
+    def metrics(self, **values: float) -> MetricRecord:
+        """Pack the metrics record of a reply.
+
+        Args:
+            **values: Metrics, with ``_`` for ``-``.
+
+        Returns:
+            The record, with the number of examples.
+        """
+        return MetricRecord(
+            {NUM_EXAMPLES: self.num_examples, **{name.replace("_", "-"): float(v) for name, v in values.items()}}
+        )
+
+
+def unpack_work(message: Message, context: Context) -> ClientWork:
+    """Turn a message and a context into a round of work.
+
+    Args:
+        message: A train or evaluate message.
+        context: Flower's context of the node.
+
+    Returns:
+        The work.
+
+    Raises:
+        SettingsError: The run config is wrong.
+        TaskError: The node's config or the task is wrong, or the client has no examples.
+        MessageError: A record or an entry of the message is absent.
+    """
+    settings = resolve_settings(context.run_config)
+    node = Node.of(context)
+    config = unpack_config(message.content, "server's message")
+    task = load_task_of(settings)
+    data = task.client_data(node.partition, node.num_partitions)
+    return ClientWork(
+        settings=settings,
+        task=task,
+        node=node,
+        data=data,
+        arrays=unpack_arrays(message.content, ARRAYS, "server's message"),
+        server_round=int(_entry(config, SERVER_ROUND)),
+        lr=float(_entry(config, "lr")),
+        last_folded=int(_entry(config, "last-folded")),
+        experiment=str(config.get("experiment", "")),
+        run_dir=str(config.get("run-dir", "")),
+    )
+
+
+def _entry(config: ConfigRecord, key: str) -> float:
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise MessageError(
+            explain(
+                f"server's message, entry '{key}'",
+                expected="a number",
+                got=repr(value),
+                do="run the same version of fedapps on both ends",
+            )
+        )
+    return value

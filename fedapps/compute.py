@@ -1,0 +1,89 @@
+"""Threads, devices and random draws: what makes the same seed give the same bits in every engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from fedapps.errors import SettingsError, explain
+
+Key = int
+"""A part of the identity of a random draw: the seed, a round, a partition."""
+
+
+def generator(*key: Key) -> np.random.Generator:
+    """Make the random generator of one purpose.
+
+    Args:
+        *key: What the draw belongs to, such as seed, round and partition; different keys give independent streams.
+
+    Returns:
+        A generator that depends on nothing else.
+    """
+    return np.random.default_rng(list(key))
+
+
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """Pin the number of threads of BLAS, and of torch if it is loaded, and use deterministic algorithms.
+
+    The order of a floating-point sum depends on the number of threads, so every handler computes with the same one.
+
+    Args:
+        threads: Threads for torch and BLAS.
+
+    Yields:
+        Nothing; torch's settings are put back at the end.
+    """
+    torch = sys.modules.get("torch")
+    with threadpool_limits(limits=threads):
+        if torch is None:
+            yield
+            return
+        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before[0])
+            torch.use_deterministic_algorithms(before[1])
+
+
+def choose_device(setting: str) -> str:
+    """Choose the device to compute on.
+
+    Args:
+        setting: ``auto``, ``cpu``, ``cuda`` or ``cuda:<index>``.
+
+    Returns:
+        The name of a device that is there.
+
+    Raises:
+        SettingsError: The device is unknown or absent.
+    """
+    kind, _, index = setting.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+        raise SettingsError(
+            explain("setting 'device'", expected="auto, cpu, cuda or cuda:<index>", got=repr(setting), do="change it")
+        )
+    if kind == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available() and (not index or int(index) < torch.cuda.device_count()):
+        return "cuda" if kind == "auto" else setting
+    if kind == "auto":
+        return "cpu"
+    raise SettingsError(
+        explain(
+            "setting 'device'",
+            expected="a device of this machine",
+            got=f"{setting!r}, with {torch.cuda.device_count()} CUDA devices here",
+            do="use device = auto or cpu",
+        )
+    )

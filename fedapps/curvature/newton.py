@@ -1,0 +1,148 @@
+r"""Newton steps with the full Hessian, for convex models in float64.
+
+A FedPM or LocalNewton client takes ``K`` of them (arXiv 2511.09100, the client's part of equation 8):
+
+.. math:: \theta_i \leftarrow \theta_i - \eta\, P_i^{-1} \nabla f_i(\theta_i), \qquad
+          P_i = \nabla^2 f_i(\theta_i) + \text{damping} \cdot I
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.curvature.solve import solve_spd
+from fedapps.errors import CurvatureError, explain
+
+Vector = NDArray[np.float64]
+"""``(d,)``."""
+
+Matrix = NDArray[np.float64]
+"""``(d, d)``."""
+
+SUFFICIENT_DECREASE = 1e-4
+"""Armijo's constant: share of the decrease promised by the slope that a step must reach."""
+
+SHORTEST_STEP = 2.0**-30
+"""Backtracking gives up below this share of the Newton step."""
+
+
+class Objective(Protocol):
+    """A twice differentiable convex function of ``theta`` ``(d,)``, in float64."""
+
+    def loss(self, theta: Vector) -> float:
+        """Compute the value."""
+
+    def gradient(self, theta: Vector) -> Vector:
+        """Compute the gradient, ``(d,)``."""
+
+    def hessian(self, theta: Vector) -> Matrix:
+        """Compute the Hessian, ``(d, d)``."""
+
+
+class NewtonSteps(NamedTuple):
+    """What `newton_steps` gives.
+
+    Attributes:
+        theta: ``(d,)`` after the last step.
+        P: ``(d, d)``, the matrix that the last step divided by, damping included; the one that travels.
+        added_damping: The largest damping that a step needed beyond the one asked for; 0 almost always.
+    """
+
+    theta: Vector
+    P: Matrix
+    added_damping: float
+
+
+def newton_steps(
+    objective: Objective, theta: Vector, *, num_steps: int, lr: float, damping: float, where: str
+) -> NewtonSteps:
+    """Take ``K`` local Newton steps, the Hessian evaluated anew at each.
+
+    Args:
+        objective: The client's objective.
+        theta: ``(d,)``, where to start.
+        num_steps: ``K``, at least 1.
+        lr: ``eta``; 1 is the full step.
+        damping: Added to the diagonal of the Hessian, >= 0.
+        where: Whose steps, for messages, such as ``"client 3"``.
+
+    Returns:
+        The end point, and the last step's preconditioner.
+
+    Raises:
+        ValueError: ``num_steps`` is below 1 or ``damping`` is negative.
+        CurvatureError: A Hessian cannot be solved; the message names the step.
+
+    References:
+        arXiv 2511.09100, the client's part of equation 8.
+    """
+    if num_steps < 1 or not damping >= 0:
+        raise ValueError(
+            explain(
+                where,
+                expected="num_steps >= 1 and damping >= 0",
+                got=f"{num_steps} and {damping}",
+                do="correct the settings",
+            )
+        )
+    identity = np.eye(len(theta))
+    largest = 0.0
+    for k in range(num_steps):
+        P = objective.hessian(theta) + damping * identity
+        step, added = solve_spd(P, objective.gradient(theta), where=f"{where}, local step {k}")
+        theta = theta - lr * step
+        largest = max(largest, added)
+    return NewtonSteps(theta, P + added * identity, largest)
+
+
+def minimise(objective: Objective, theta: Vector, *, tol: float = 1e-10, max_steps: int = 100) -> Vector:
+    """Find the minimiser by Newton's method with backtracking, for reference optima.
+
+    Args:
+        objective: A strictly convex objective.
+        theta: ``(d,)``, where to start.
+        tol: The norm of the gradient at which backtracking ends. One full step follows, which squares the error that is left,
+            so the result is good to rounding.
+        max_steps: Steps after which to give up.
+
+    Returns:
+        The minimiser ``(d,)``.
+
+    Raises:
+        CurvatureError: The tolerance is not reached, or a Hessian cannot be solved.
+    """
+    for _ in range(max_steps):
+        gradient = objective.gradient(theta)
+        step = solve_spd(objective.hessian(theta), gradient, where="minimiser").x
+        if np.linalg.norm(gradient) <= tol:
+            return np.asarray(theta - step)
+        theta = theta - _step_length(objective, theta, step, float(gradient @ step)) * step
+    norm = np.linalg.norm(objective.gradient(theta))
+    raise _no_minimum(f"a gradient of norm {tol:.1e} within {max_steps} steps", f"{norm:.1e}")
+
+
+def _step_length(objective: Objective, theta: Vector, step: Vector, decrease: float) -> float:
+    """Halve the step until the loss falls by enough (Armijo)."""
+    start = objective.loss(theta)
+    # Close to the minimum the decrease drowns in the rounding of the loss: that much is forgiven.
+    rounding = 8 * np.finfo(np.float64).eps * abs(start)
+    length = 1.0
+    while length >= SHORTEST_STEP:
+        if objective.loss(theta - length * step) <= start - SUFFICIENT_DECREASE * length * decrease + rounding:
+            return length
+        length /= 2
+    raise _no_minimum("a loss that falls along the Newton direction", "one that does not, however short the step")
+
+
+def _no_minimum(expected: str, got: str) -> CurvatureError:
+    return CurvatureError(
+        explain(
+            "minimiser",
+            expected=expected,
+            got=got,
+            do="check that the objective is strictly convex, with the right gradient and Hessian",
+        )
+    )

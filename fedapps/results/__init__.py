@@ -1,0 +1,1 @@
+"""The run folder: settings, metrics, the ledger of bytes, checkpoints, reports and figures."""

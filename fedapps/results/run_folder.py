@@ -1,0 +1,345 @@
+"""The run folder: everything about one run, and everything needed to resume it.
+
+===========================  ========================================================================================
+``settings.toml``            the resolved settings
+``environment.json``         versions, processor, device, commit, checksums of the data
+``metrics.jsonl``            a row a round and phase
+``ledger.jsonl``             a row a message: bytes by record
+``summary.json``             status, final and best metrics, totals
+``model.safetensors``        the final model
+``checkpoint/``              the last checkpoint, with ``checkpoint.previous/``
+===========================  ========================================================================================
+
+Rows of ``metrics.jsonl`` have ``round``, ``phase`` and ``seconds``, and by phase
+
+* ``train``: ``sampled``, ``folded`` (partitions), ``refused`` (partition -> reason), ``payload-down``, ``payload-up``,
+  ``wire-down``, ``wire-up`` (bytes), ``lr``, ``train-loss``;
+* ``evaluate`` (on the server; round 0 is the initial model): ``validation-loss``, ``validation-accuracy``,
+  ``test-loss``, ``test-accuracy``;
+* ``client-evaluate``: ``client-test-accuracy`` (mean over clients) and the same with ``-weighted``, ``-std``,
+  ``-worst-decile``.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from fedapps.errors import CheckpointError, explain
+from fedapps.results import checkpoint as checkpoints
+from fedapps.results.checkpoint import Checkpoint
+from fedapps.results.settings_file import Scalar, from_toml, to_toml
+from fedapps.results.storage import (
+    Row,
+    append_row,
+    from_json,
+    load_arrays,
+    read_lines,
+    save_arrays,
+    sync_file,
+    to_json,
+    write_atomically,
+)
+
+_LONGEST_PART = 60
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on disk.
+
+    Attributes:
+        path: Absolute path: Flower runs the app in another working directory.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not self.path.is_absolute():
+            raise CheckpointError(
+                explain(
+                    "run folder",
+                    expected="an absolute path",
+                    got=repr(str(self.path)),
+                    do="resolve it where it is given: Flower runs the app in another working directory",
+                )
+            )
+
+    @classmethod
+    def create(cls, root: Path, *, method: str, task: str, seed: int, now: datetime | None = None) -> Self:
+        """Make the folder of a new run, ``<root>/<utc-time>-<method>-<task>-<seed>``.
+
+        Args:
+            root: Absolute path of the folder of all runs; made if missing.
+            method: Value of the setting ``method``.
+            task: Value of the setting ``task``.
+            seed: Value of the setting ``seed``.
+            now: Time in the name; None for the present.
+
+        Returns:
+            The folder, new and empty; a name that is taken gets ``-2``, ``-3``, ...
+        """
+        time = (now or datetime.now(UTC)).astimezone(UTC)
+        name = f"{time:%Y%m%dT%H%M%SZ}-{_file_safe(method)}-{_file_safe(task)}-{seed}"
+        number = 1
+        while True:
+            folder = cls(root / (name if number == 1 else f"{name}-{number}"))
+            try:
+                folder.path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+            else:
+                return folder
+
+    @classmethod
+    def claim(cls, path: Path) -> Self:
+        """Use a given folder for a new run.
+
+        Args:
+            path: Absolute path; made if missing.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: It holds a run already, or is a file.
+        """
+        folder = cls(path)
+        if folder.settings_path.exists() or (path.exists() and not path.is_dir()):
+            raise CheckpointError(
+                explain(
+                    f"run folder {path}",
+                    expected="a new or empty folder",
+                    got="a file" if path.is_file() else "a folder that holds a run",
+                    do="choose another one, or resume that run",
+                )
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open the folder of a run that was started.
+
+        Args:
+            path: Path of the folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: It is not a run folder.
+        """
+        folder = cls(path.absolute())
+        if not folder.settings_path.is_file():
+            raise CheckpointError(
+                explain(
+                    f"run folder {path}",
+                    expected="a folder with settings.toml",
+                    got="a folder without it" if path.is_dir() else "no such folder",
+                    do="give the folder of a run, which has the time of its start in its name",
+                )
+            )
+        return folder
+
+    @property
+    def settings_path(self) -> Path:
+        """Path of ``settings.toml``."""
+        return self.path / "settings.toml"
+
+    @property
+    def environment_path(self) -> Path:
+        """Path of ``environment.json``."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Path of ``metrics.jsonl``."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger_path(self) -> Path:
+        """Path of ``ledger.jsonl``."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        """Path of ``summary.json``."""
+        return self.path / "summary.json"
+
+    @property
+    def model_path(self) -> Path:
+        """Path of ``model.safetensors``."""
+        return self.path / "model.safetensors"
+
+    def write_settings(self, settings: Mapping[str, Scalar]) -> None:
+        """Write the resolved settings.
+
+        Args:
+            settings: Dotted kebab-case key -> value.
+        """
+        write_atomically(self.settings_path, to_toml(settings))
+
+    def read_settings(self) -> dict[str, Scalar]:
+        """Read the settings.
+
+        Returns:
+            What `write_settings` was given.
+
+        Raises:
+            CheckpointError: The file is not TOML.
+        """
+        try:
+            return from_toml(self.settings_path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise CheckpointError(
+                explain(str(self.settings_path), expected="TOML", got=str(error), do="restore the file")
+            ) from error
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Write what the run runs on.
+
+        Args:
+            environment: What `fedapps.results.environment.describe_environment` gives.
+        """
+        write_atomically(self.environment_path, to_json(environment, indent=2) + "\n")
+
+    def read_environment(self) -> dict[str, Any]:
+        """Read what the run ran on.
+
+        Returns:
+            What `write_environment` was given.
+        """
+        return _read_object(self.environment_path)
+
+    def append_metrics(self, row: Row) -> None:
+        """Add a row to ``metrics.jsonl``.
+
+        Args:
+            row: The row, with ``round`` and ``phase``.
+        """
+        append_row(self.metrics_path, row)
+
+    def read_metrics(self) -> list[Row]:
+        """Read ``metrics.jsonl``.
+
+        Returns:
+            Its rows; none if there is no file yet. A torn last line is left out.
+        """
+        return [row for _, row in read_lines(self.metrics_path)]
+
+    def append_ledger(self, row: Row) -> None:
+        """Add a row to ``ledger.jsonl``.
+
+        Args:
+            row: What `fedapps.results.ledger.message_row` gives.
+        """
+        append_row(self.ledger_path, row)
+
+    def read_ledger(self) -> list[Row]:
+        """Read ``ledger.jsonl``.
+
+        Returns:
+            Its rows; none if there is no file yet. A torn last line is left out.
+        """
+        return [row for _, row in read_lines(self.ledger_path)]
+
+    def truncate_after(self, server_round: int) -> None:
+        """Go back to the end of a round: remove the rows of later ones, and a torn last line.
+
+        What stays keeps its bytes. ``summary.json`` goes too: the run has not ended any more.
+
+        Args:
+            server_round: The round from which the run goes on, of its checkpoint.
+        """
+        for path in (self.metrics_path, self.ledger_path):
+            if path.exists():
+                kept = [line for line, row in read_lines(path) if row.get("round", 0) <= server_round]
+                write_atomically(path, "".join(kept))
+        self.summary_path.unlink(missing_ok=True)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``.
+
+        Args:
+            summary: What `fedapps.results.summary.summarise` gives.
+        """
+        write_atomically(self.summary_path, to_json(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Read ``summary.json``.
+
+        Returns:
+            The summary; None while the run goes on, or if it was killed.
+        """
+        return _read_object(self.summary_path) if self.summary_path.exists() else None
+
+    def write_model(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write the model.
+
+        Args:
+            arrays: Name -> array, any shape, ``()`` included.
+        """
+        aside = self.path / ".model.safetensors.tmp"
+        save_arrays(aside, arrays)
+        sync_file(aside)
+        aside.replace(self.model_path)
+
+    def read_model(self) -> dict[str, np.ndarray]:
+        """Read the model.
+
+        Returns:
+            Name -> array, in the order in which they were written.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        if not self.model_path.exists():
+            do = "resume the run to its end, or read the arrays of its checkpoint"
+            raise CheckpointError(
+                explain(str(self.path), expected="model.safetensors", got="a run without a final model", do=do)
+            )
+        return load_arrays(self.model_path)
+
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Save a checkpoint; a kill at any moment leaves one that loads.
+
+        Args:
+            checkpoint: What to save.
+        """
+        checkpoints.save_checkpoint(self.path, checkpoint)
+
+    def load_checkpoint(self) -> Checkpoint:
+        """Load the newest complete checkpoint.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: None is complete; the message says what is missing.
+        """
+        return checkpoints.load_checkpoint(self.path)
+
+
+def _file_safe(part: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", part)[:_LONGEST_PART].strip("-") or "unnamed"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            explain(str(path), expected="a JSON object", got=str(error), do="restore or remove it")
+        ) from error
+    if not isinstance(value, dict):
+        do = "restore or remove it"
+        raise CheckpointError(explain(str(path), expected="a JSON object", got=type(value).__name__, do=do))
+    return value

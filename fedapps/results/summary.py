@@ -1,0 +1,108 @@
+"""The summary of a run, from its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from fedapps.results.storage import Row
+
+TRAIN = "train"
+EVALUATE = "evaluate"
+CLIENT_EVALUATE = "client-evaluate"
+
+BYTE_KEYS = ("payload-down", "payload-up", "wire-down", "wire-up")
+"""Keys of a train row: content of the messages, and what the Fleet API moves; bytes."""
+
+_NOT_METRICS = {"round", "phase", "seconds", *BYTE_KEYS}
+
+
+class RunStatus(StrEnum):
+    """How a run stands.
+
+    Attributes:
+        COMPLETED: All rounds done, the final model finite.
+        FAILED: Ended by an error or by the failure policy.
+        STOPPED: Ended on request.
+        UNFINISHED: Without ``summary.json``: it goes on, or was killed.
+    """
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    UNFINISHED = "unfinished"
+
+
+def summarise(
+    rows: Sequence[Row], *, status: RunStatus | str, reason: str | None = None, primary: str = "accuracy"
+) -> dict[str, Any]:
+    """Sum up a run.
+
+    Args:
+        rows: Rows of ``metrics.jsonl``.
+        status: How the run ended.
+        reason: Why, unless it was completed.
+        primary: The metric that chooses the best round, on validation data; the least is best if its name ends in
+            ``loss``, else the greatest.
+
+    Returns:
+        ``status``, ``reason`` (if given), ``rounds``; ``final``: round and metrics of the last evaluation, on the
+        server and on clients; ``best``: the same at the best ``validation-<primary>``, the earliest of equals, never
+        chosen on test data and absent where nothing was evaluated on validation data; ``totals``: bytes, ``seconds``
+        and ``seconds-by-phase``. Totals cover the rounds on file, a first part before a resume included.
+    """
+    summary: dict[str, Any] = {"status": RunStatus(status).value}
+    if reason is not None:
+        summary["reason"] = reason
+    summary["rounds"] = max((row["round"] for row in rows if row["phase"] == TRAIN), default=0)
+    evaluations = evaluations_by_round(rows)
+    summary["final"] = evaluations[max(evaluations)] if evaluations else {}
+    best = best_evaluation(evaluations.values(), f"validation-{primary}")
+    if best is not None:
+        summary["best"] = best
+    summary["totals"] = _totals(rows)
+    return summary
+
+
+def evaluations_by_round(rows: Iterable[Row]) -> dict[int, dict[str, Any]]:
+    """Collect the metrics of each evaluated round.
+
+    Args:
+        rows: Rows of ``metrics.jsonl``.
+
+    Returns:
+        Round -> ``round`` and the metrics of its evaluations, in the order of the rounds.
+    """
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if row["phase"] in (EVALUATE, CLIENT_EVALUATE):
+            metrics = {k: v for k, v in row.items() if k not in _NOT_METRICS and isinstance(v, int | float)}
+            merged.setdefault(row["round"], {"round": row["round"]}).update(metrics)
+    return dict(sorted(merged.items()))
+
+
+def best_evaluation(evaluations: Iterable[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    """Choose the best evaluation by one metric.
+
+    Args:
+        evaluations: Metrics of evaluated rounds, in order.
+        key: The metric; the least is best if it ends in ``loss``, else the greatest.
+
+    Returns:
+        The best one, the first of equals; None if the metric is nowhere finite.
+    """
+    sign = -1.0 if key.endswith("loss") else 1.0
+    finite = [metrics for metrics in evaluations if math.isfinite(metrics.get(key, math.nan))]
+    return max(finite, key=lambda metrics: sign * metrics[key], default=None)
+
+
+def _totals(rows: Iterable[Row]) -> dict[str, Any]:
+    totals: dict[str, Any] = dict.fromkeys(BYTE_KEYS, 0)
+    by_phase: dict[str, float] = {}
+    for row in rows:
+        for key in BYTE_KEYS:
+            totals[key] += row.get(key, 0)
+        by_phase[row["phase"]] = by_phase.get(row["phase"], 0.0) + row.get("seconds", 0.0)
+    return {**totals, "seconds": sum(by_phase.values()), "seconds-by-phase": by_phase}

@@ -1,0 +1,281 @@
+"""The in-process engine: Flower's `Grid` without Ray, for tests, debugging and quick studies.
+
+Messages are the same as under Flower's engines and make the same round trip through bytes. Clients run one after another,
+or in worker *processes*: never in threads, since torch's generator is global.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from flwr.app import Context, Error, Message, MessageType, RecordDict, UserConfig
+from flwr.clientapp import ClientApp
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+)
+from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedapps.methods import load_object
+from fedapps.strategies.exchange import GridWrapper, exchange
+
+FIRST_NODE = 1000
+"""Node ids are FIRST_NODE + N - 1 - partition: their order is not the partitions' order, as under Flower."""
+
+CLIENT_RAISED = 2
+WORKER_DIED = 0
+"""Flower's error codes."""
+
+
+def run_client(client_app: str, message: bytes, context: bytes) -> tuple[bytes, bytes]:
+    """Run a ClientApp on one message.
+
+    Args:
+        client_app: ``module:attribute`` of the app.
+        message: The message, serialised.
+        context: The node's context, serialised.
+
+    Returns:
+        The reply and the context after it, serialised; an exception of the app becomes an error reply with its traceback.
+    """
+    incoming = message_from_proto(ProtoMessage.FromString(message))
+    node = context_from_proto(ProtoContext.FromString(context))
+    TaskIdentity.run_id = incoming.metadata.run_id
+    TaskIdentity.node_id = node.node_id
+    app: ClientApp = load_object(client_app, what="client app")
+    try:
+        reply = app(incoming, node)
+    except Exception:
+        reply = Message(Error(CLIENT_RAISED, traceback.format_exc()), reply_to=incoming)
+    return (
+        message_to_proto(reply).SerializeToString(deterministic=True),
+        context_to_proto(node).SerializeToString(deterministic=True),
+    )
+
+
+@dataclass
+class _Task:
+    message: Message
+    future: Future[tuple[bytes, bytes]] | None = None
+
+
+class InProcessGrid(Grid):
+    """A grid whose nodes are in this process, or in worker processes of it.
+
+    Args:
+        num_clients: Number of nodes; node of partition ``i`` has ``partition-id = i``.
+        run_config: Run config that the nodes see.
+        client_app: ``module:attribute`` of the ClientApp.
+        workers: Worker processes; 0 runs clients in this process, when their reply is pulled.
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        run_config: UserConfig,
+        *,
+        client_app: str = "fedapps.client_apps:app",
+        workers: int = 0,
+    ) -> None:
+        self._client_app = client_app
+        self._tasks: dict[str, _Task] = {}
+        self._pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) if workers else None
+        self._run = Run.create_empty(run_id=1)
+        self._contexts = {
+            FIRST_NODE + num_clients - 1 - partition: Context(
+                run_id=self._run.run_id,
+                node_id=FIRST_NODE + num_clients - 1 - partition,
+                node_config={"partition-id": partition, "num-partitions": num_clients},
+                state=RecordDict(),
+                run_config=run_config,
+            )
+            for partition in range(num_clients)
+        }
+
+    @property
+    def partitions(self) -> dict[int, int]:
+        """Node id -> partition id."""
+        return {node_id: int(c.node_config["partition-id"]) for node_id, c in self._contexts.items()}
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def set_run(self, run: Run) -> None:
+        """Set the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message, as Flower's deprecated call does."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Give the ids of the nodes."""
+        return list(self._contexts)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Give the nodes."""
+        return [NodeInfo(node_id=node_id) for node_id in self._contexts]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Take messages; worker processes start on them at once."""
+        ids = []
+        for message in messages:
+            message_id = str(uuid.uuid4())
+            message.metadata.__dict__["_message_id"] = message_id
+            task = _Task(message)
+            if self._pool is not None:
+                task.future = self._pool.submit(run_client, *self._call(message))
+            self._tasks[message_id] = task
+            ids.append(message_id)
+        return ids
+
+    def _call(self, message: Message) -> tuple[str, bytes, bytes]:
+        context = self._contexts[message.metadata.dst_node_id]
+        return (
+            self._client_app,
+            message_to_proto(message).SerializeToString(deterministic=True),
+            context_to_proto(context).SerializeToString(deterministic=True),
+        )
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Give the replies that are there; without workers one client is run for each message asked for."""
+        replies = []
+        for message_id in message_ids:
+            task = self._tasks.get(message_id)
+            if task is not None and (task.future is None or task.future.done()):
+                del self._tasks[message_id]
+                replies.append(self._answer(task))
+        return replies
+
+    def _answer(self, task: _Task) -> Message:
+        try:
+            if task.future is None:
+                reply, context = run_client(*self._call(task.message))
+            else:
+                reply, context = task.future.result()
+        except BrokenProcessPool as error:
+            return Message(Error(WORKER_DIED, f"a worker process died: {error}"), reply_to=task.message)
+        finally:
+            # In this process the client's identity was set; messages of the server carry the server's again.
+            set_server_identity(self._run.run_id)
+        node = context_from_proto(ProtoContext.FromString(context))
+        self._contexts[node.node_id] = node
+        return message_from_proto(ProtoMessage.FromString(reply))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and wait for all replies."""
+        return list(exchange(self, list(messages), timeout if timeout is not None else float("inf")))
+
+
+def set_server_identity(run_id: int) -> None:
+    """Let this process create messages as the server of a run.
+
+    Args:
+        run_id: Flower's id of the run.
+    """
+    TaskIdentity.run_id = run_id
+    TaskIdentity.node_id = 1
+    TaskIdentity.task_id = 0
+
+
+Fault = Callable[[Message], Message | None]
+"""What to do with a client's reply: change it, replace it by an error, or lose it (None)."""
+
+
+class FaultyGrid(GridWrapper):
+    """An in-process grid that injects faults into train replies.
+
+    Args:
+        inner: The grid that does the work.
+        faults: ``(round, partition)`` -> fault.
+        late: Partitions whose replies come only when nothing else is out.
+    """
+
+    def __init__(
+        self,
+        inner: InProcessGrid,
+        faults: Mapping[tuple[int, int], Fault] | None = None,
+        late: Sequence[int] = (),
+    ) -> None:
+        super().__init__(inner)
+        self._partitions = inner.partitions
+        self._faults = dict(faults or {})
+        self._late = set(late)
+        self._out: dict[str, Message] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, and remember which are out."""
+        messages = list(messages)
+        ids = list(self.inner.push_messages(messages))
+        self._out |= dict(zip(ids, messages, strict=True))
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Receive replies, late ones last, faulty ones changed or lost."""
+        wanted = list(message_ids)
+        prompt = [i for i, sent in self._out.items() if self._partitions[sent.metadata.dst_node_id] not in self._late]
+        if prompt:
+            wanted = [message_id for message_id in wanted if message_id in prompt]
+        replies = []
+        for reply in self.inner.pull_messages(wanted):
+            sent = self._out.pop(reply.metadata.reply_to_message_id)
+            round_and_partition = (int(sent.metadata.group_id or 0), self._partitions[sent.metadata.dst_node_id])
+            fault = self._faults.get(round_and_partition) if sent.metadata.message_type == MessageType.TRAIN else None
+            changed = fault(reply) if fault else reply
+            if changed is not None:
+                replies.append(changed)
+        return replies
+
+
+def run_inprocess(
+    run_config: UserConfig,
+    num_clients: int,
+    *,
+    workers: int = 0,
+    faults: Mapping[tuple[int, int], Fault] | None = None,
+    late: Sequence[int] = (),
+) -> None:
+    """Run the ServerApp on an in-process grid.
+
+    Args:
+        run_config: Flat kebab-case keys.
+        num_clients: Number of clients.
+        workers: Worker processes; 0 runs clients in this process.
+        faults: ``(round, partition)`` -> fault to inject.
+        late: Partitions whose replies come last.
+
+    Raises:
+        FedAppsError: The run failed.
+    """
+    from fedapps.server_apps import app as server_app
+
+    inner = InProcessGrid(num_clients, run_config, workers=workers)
+    grid: Grid = FaultyGrid(inner, faults, late) if faults or late else inner
+    set_server_identity(inner.run.run_id)
+    context = Context(run_id=inner.run.run_id, node_id=1, node_config={}, state=RecordDict(), run_config=run_config)
+    try:
+        server_app(grid, context)
+    finally:
+        inner.close()

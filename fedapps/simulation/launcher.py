@@ -1,0 +1,233 @@
+"""Run the app through Flower: in its simulation engine, or on a SuperLink that is there already.
+
+``flwr run`` answers 0 even for a run that failed; here the outcome is what the SuperLink says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+from fedapps.errors import LaunchError, explain
+from fedapps.settings import Scalar
+from fedapps.simulation.app_folder import Components, write_app_folder
+from fedapps.simulation.flower_cli import FlowerCli, RunInfo
+from fedapps.simulation.flower_environment import flower_environment, log_tail
+from fedapps.simulation.processes import CONNECTION, SuperLink
+
+_POLL_SECONDS = 1.0
+_PATIENCE_SECONDS = 60.0  # how long a SuperLink may be out of reach
+
+Poll = Callable[[], None]
+
+
+class RunStatus(StrEnum):
+    """How a run ended."""
+
+    COMPLETED = "completed"
+    """The server app returned."""
+    FAILED = "failed"
+    """The server app raised, or its process ended early."""
+    STOPPED = "stopped"
+    """Somebody stopped the run."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run."""
+
+    status: RunStatus
+    run_id: str  # Flower's
+    details: str  # the exception's text of a run that failed, else ""
+    log_tail: str  # last lines of the run's log, without colours
+
+
+def run_simulation(
+    run_config: Mapping[str, Scalar],
+    *,
+    num_clients: int,
+    actors: int | None = None,
+    gpus_per_actor: float = 0.0,
+    python_path: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    on_poll: Poll | None = None,
+    log_path: Path | None = None,
+    components: Components | None = None,
+) -> Outcome:
+    """Run the app in Flower's simulation engine, on a SuperLink of its own.
+
+    No process and no temporary file is left, however this ends; Ctrl-C ends the run.
+
+    Args:
+        run_config: Every setting with its value.
+        num_clients: Number of simulated nodes.
+        actors: Number of worker processes; by default the cores at hand, at most `num_clients`.
+        gpus_per_actor: Share of a GPU that each of them gets; without one it sees no GPU.
+        python_path: Folders from which tasks are imported.
+        environment: Further variables for server app and workers.
+        on_poll: Called about once a second while the run goes on.
+        log_path: The run's log, added to the file while it grows; that of the SuperLink is
+            ``superlink.log`` beside it.
+        components: The two apps; by default those of this package.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        LaunchError: Ray is not installed, the run could not be started, or its SuperLink ended.
+    """
+    _require_ray()
+    federation = _federation_config(num_clients, actors, gpus_per_actor)
+    superlink = SuperLink(
+        simulation=True,
+        python_path=python_path,
+        environment=environment,
+        log_path=log_path.with_name("superlink.log") if log_path else None,
+    )
+    with superlink:
+        app_folder = superlink.folder / "app"
+        write_app_folder(app_folder, run_config, components=components)
+        cli = FlowerCli(CONNECTION, superlink.environment)
+        log_path = log_path or superlink.folder / "run.log"
+        try:
+            run_id = cli.submit(app_folder, federation)
+            info = _watch(cli, run_id, log_path, on_poll, superlink.check)
+        except LaunchError:
+            superlink.check()  # Where the SuperLink has ended, that is the cause to name.
+            raise
+        return _outcome(run_id, info, log_path)
+
+
+def run_on_superlink(
+    run_config: Mapping[str, Scalar],
+    *,
+    connection: str,
+    python_path: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    on_poll: Poll | None = None,
+    log_path: Path | None = None,
+    components: Components | None = None,
+) -> Outcome:
+    """Run the app on a SuperLink named in the user's Flower configuration.
+
+    Ctrl-C stops the run, as does any other exception in here.
+
+    Args:
+        run_config: Every setting with its value.
+        connection: Name of the connection in ``$FLWR_HOME/config.toml``.
+        python_path: Folders in which Flower's command line finds the components.
+        environment: Further variables for Flower's command line, for example ``FLWR_HOME``.
+        on_poll: Called about once a second while the run goes on.
+        log_path: The run's log, added to the file while it grows.
+        components: The two apps; by default those of this package.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        LaunchError: No such connection, or the SuperLink refused the run or stayed out of reach.
+    """
+    variables = flower_environment(python_path, environment)
+    _require_connection(connection, variables)
+    with tempfile.TemporaryDirectory(prefix="fedapps-app-") as folder:
+        write_app_folder(Path(folder, "app"), run_config, components=components)
+        cli = FlowerCli(connection, variables)
+        log_path = log_path or Path(folder, "run.log")
+        run_id = cli.submit(Path(folder, "app"))
+        try:
+            info = _watch(cli, run_id, log_path, on_poll, check=None)
+        except BaseException:
+            with suppress(LaunchError):
+                cli.stop(run_id)
+            raise
+        return _outcome(run_id, info, log_path)
+
+
+def _watch(cli: FlowerCli, run_id: str, log_path: Path, on_poll: Poll | None, check: Poll | None) -> RunInfo:
+    """Follow a run to its end; `check` raises when waiting has no point any more."""
+    last_contact = time.monotonic()
+    earlier = log_path.stat().st_size if log_path.exists() else 0  # of the run that is resumed
+    while True:
+        with cli.follow(run_id, log_path, earlier) as stream:
+            while stream.poll() is None:
+                with suppress(TimeoutExpired):
+                    stream.wait(_POLL_SECONDS)
+                if check is not None:
+                    check()
+                if on_poll is not None:
+                    on_poll()
+        try:
+            info = cli.info(run_id)
+        except LaunchError:
+            if time.monotonic() - last_contact > _PATIENCE_SECONDS:
+                raise
+        else:
+            if info.finished:
+                return info
+            last_contact = time.monotonic()
+        time.sleep(_POLL_SECONDS)
+
+
+def _outcome(run_id: str, info: RunInfo, log_path: Path) -> Outcome:
+    return Outcome(RunStatus(info.ending), run_id, info.details, log_tail(log_path))
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise LaunchError(
+            explain(
+                "simulation engine",
+                expected="an installed Ray",
+                got="no package 'ray'",
+                do="install it with: pip install 'fedapps[simulation]'",
+            )
+        )
+
+
+def _federation_config(num_clients: int, actors: int | None, gpus_per_actor: float) -> str:
+    if actors is None:
+        actors = min(len(os.sched_getaffinity(0)), num_clients)
+    pairs = {
+        "num-supernodes": num_clients,
+        "client-resources-num-cpus": 1,
+        "init-args-num-cpus": actors,
+    }
+    text = " ".join(f"{key}={value}" for key, value in pairs.items())
+    return f"{text} client-resources-num-gpus={gpus_per_actor}" if gpus_per_actor else text
+
+
+def _require_connection(name: str, environment: Mapping[str, str]) -> None:
+    home = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr")
+    path = home / "config.toml"
+    table: object = {}
+    with suppress(FileNotFoundError):
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink")
+        except tomllib.TOMLDecodeError as error:
+            raise LaunchError(f"{path}: expected TOML, got: {error}; correct the file") from error
+    entries = table.items() if isinstance(table, dict) else ()
+    remote = {key: entry for key, entry in entries if _is_remote(entry)}
+    if name not in remote:
+        known = ", ".join(sorted(remote)) or "none with an address of its own"
+        raise LaunchError(
+            explain(
+                f"SuperLink connection '{name}'",
+                expected=f"one of the connections in {path}",
+                got=f"a name that is not among them ({known})",
+                do=f"add [superlink.{name}] with the SuperLink's address to that file",
+            )
+        )
+
+
+def _is_remote(entry: object) -> bool:
+    """Whether it names a SuperLink; ``:local:`` makes Flower start one that stays behind."""
+    return isinstance(entry, dict) and not str(entry.get("address", ":")).startswith(":")

@@ -1,0 +1,294 @@
+"""The roster: which node holds which partition.
+
+Flower's node ids are random and change with every start, so clients are known by partition id. Before round 1, and to
+every node id not seen before at a round's start, the server sends a query; the node answers who it is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from logging import getLogger
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+import fedapps
+from fedapps.errors import MessageError, RosterError, explain
+from fedapps.records import CONFIG, NODE
+from fedapps.strategies.exchange import exchange
+
+logger = getLogger("flwr")
+
+CLIENT_RAISED = 2
+"""Flower's error code for a ClientApp that raised, or that has no handler for the message."""
+
+NODE_POLL = 1.0
+"""Seconds between two looks at the connected nodes while clients are missing."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself in the handshake.
+
+    Attributes:
+        partition: Partition id of its data.
+        num_partitions: Number of partitions that it believes there are.
+        num_examples: Training examples that it holds.
+        version: Version of this package on the node.
+        method: Method that the node is set up for.
+        device: Device that it computes on.
+        preconditioned: Names of the tensors that would be preconditioned; empty for methods without curvature.
+    """
+
+    partition: int
+    num_partitions: int
+    num_examples: int
+    version: str
+    method: str
+    device: str
+    preconditioned: tuple[str, ...]
+
+    def to_record(self) -> ConfigRecord:
+        """Pack into a record."""
+        return ConfigRecord(
+            {
+                "partition-id": self.partition,
+                "num-partitions": self.num_partitions,
+                "num-examples": self.num_examples,
+                "version": self.version,
+                "method": self.method,
+                "device": self.device,
+                "preconditioned": json.dumps(self.preconditioned),
+            }
+        )
+
+    @classmethod
+    def from_content(cls, content: RecordDict, where: str) -> NodeFacts:
+        """Unpack from the content of a query reply.
+
+        Args:
+            content: The content.
+            where: Which node, for the error message.
+
+        Returns:
+            The facts.
+
+        Raises:
+            MessageError: The record is absent or a field is absent or of another type.
+        """
+        record = content.get(NODE)
+        if not isinstance(record, ConfigRecord):
+            raise MessageError(
+                explain(where, expected=f"a record '{NODE}'", got=", ".join(content) or "nothing", do="update the node")
+            )
+        try:
+            return cls(
+                partition=int(record["partition-id"]),  # type: ignore[arg-type]
+                num_partitions=int(record["num-partitions"]),  # type: ignore[arg-type]
+                num_examples=int(record["num-examples"]),  # type: ignore[arg-type]
+                version=str(record["version"]),
+                method=str(record["method"]),
+                device=str(record["device"]),
+                preconditioned=tuple(json.loads(str(record["preconditioned"]))),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise MessageError(
+                explain(where, expected="the facts of a node", got=f"{dict(record)} ({error})", do="update the node")
+            ) from error
+
+
+class Roster:
+    """The nodes of a run, by partition.
+
+    Args:
+        method: Method of the run; nodes set up for another are refused.
+        experiment: Identity of the experiment, sent with the query.
+        node_wait: Seconds to wait for all partitions to be there.
+        num_clients: Number of clients if the nodes cannot say it; 0 = as many as are online, at least two.
+        timeout: Seconds to wait for the answers to a query.
+    """
+
+    def __init__(self, *, method: str, experiment: str, node_wait: float, num_clients: int, timeout: float) -> None:
+        self._method = method
+        self._experiment = experiment
+        self._node_wait = node_wait
+        self._num_clients = num_clients
+        self._timeout = timeout
+        self._seen: set[int] = set()
+        self._silent: set[int] = set()
+        self.facts: dict[int, NodeFacts] = {}
+        self.refused: dict[int, str] = {}
+        self.node_of: dict[int, int] = {}
+        self.num_partitions = 0
+
+    def partition_of(self, node_id: int) -> int | None:
+        """Give the partition of a node.
+
+        Args:
+            node_id: Flower's id of the node.
+
+        Returns:
+            The partition id, or None for a node without one.
+        """
+        return next((partition for partition, node in self.node_of.items() if node == node_id), None)
+
+    def refresh(self, grid: Grid) -> None:
+        """Greet new nodes; at the first call wait until every partition has one.
+
+        Args:
+            grid: Flower's grid.
+
+        Raises:
+            RosterError: Clients are missing after the wait, or the nodes contradict each other.
+        """
+        if self.num_partitions:
+            self._greet_new_nodes(grid)
+            return
+        deadline = time.monotonic() + self._node_wait
+        while True:
+            self._greet_new_nodes(grid)
+            if self._complete():
+                return
+            if time.monotonic() > deadline:
+                raise RosterError(self._what_is_missing())
+            time.sleep(NODE_POLL)
+
+    def _greet_new_nodes(self, grid: Grid) -> None:
+        activated = {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+        online = set(activated)
+        for partition, node_id in list(self.node_of.items()):
+            if node_id not in online:
+                del self.node_of[partition]
+                logger.warning("client %d: its node %d is gone", partition, node_id)
+        self._silent &= online
+        new = sorted(online - self._seen)
+        if not new:
+            return
+        # In order of activation, so that the newer of two nodes for one partition is entered last and wins.
+        new.sort(key=lambda node_id: (activated[node_id], node_id))
+        answers = self._ask(grid, new)
+        for node_id in new:
+            self._enter(node_id, answers.get(node_id))
+
+    def _ask(self, grid: Grid, node_ids: Iterable[int]) -> dict[int, Message]:
+        query = ConfigRecord({"version": fedapps.__version__, "method": self._method, "experiment": self._experiment})
+        messages = [
+            Message(RecordDict({CONFIG: query}), dst_node_id=node_id, message_type=MessageType.QUERY)
+            for node_id in node_ids
+        ]
+        replies = list(exchange(grid, messages, self._timeout))
+        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        return {asked[reply.metadata.reply_to_message_id]: reply for reply in replies}
+
+    def _enter(self, node_id: int, reply: Message | None) -> None:
+        if reply is None or (reply.has_error() and reply.error.code != CLIENT_RAISED):
+            logger.warning("node %d did not answer the query; it is asked again next round", node_id)
+            return
+        self._seen.add(node_id)
+        if reply.has_error():
+            reason = reply.error.reason or ""
+            if "No query function registered" in reason:
+                self._silent.add(node_id)
+            else:
+                self._refuse(node_id, reason.strip().splitlines()[-1][-500:] if reason else "it raised an error")
+            return
+        try:
+            facts = NodeFacts.from_content(reply.content, f"node {node_id}")
+            self._check(node_id, facts)
+        except (MessageError, RosterError) as error:
+            self._refuse(node_id, str(error))
+            return
+        if (older := self.node_of.get(facts.partition)) is not None:
+            logger.warning(
+                "client %d: nodes %d and %d both hold its partition; the newer one, %d, is used",
+                facts.partition,
+                older,
+                node_id,
+                node_id,
+            )
+        self.node_of[facts.partition] = node_id
+        self.facts[facts.partition] = facts
+
+    def _refuse(self, node_id: int, reason: str) -> None:
+        self.refused[node_id] = reason
+        logger.error("node %d refused: %s", node_id, reason)
+
+    def _check(self, node_id: int, facts: NodeFacts) -> None:
+        where = f"node {node_id} (partition {facts.partition})"
+        if facts.version != fedapps.__version__:
+            raise RosterError(
+                explain(
+                    where,
+                    expected=f"fedapps {fedapps.__version__} as on the server",
+                    got=f"fedapps {facts.version}",
+                    do="install the same version on every machine",
+                )
+            )
+        if self._method and facts.method != self._method:
+            raise RosterError(
+                explain(
+                    where,
+                    expected=f"method '{self._method}'",
+                    got=f"'{facts.method}'",
+                    do="start the node's app with the settings of the run",
+                )
+            )
+        agreed = next((other.num_partitions for other in self.facts.values()), facts.num_partitions)
+        if facts.num_partitions != agreed or not 0 <= facts.partition < facts.num_partitions:
+            raise RosterError(
+                explain(
+                    where,
+                    expected=f"a partition of {agreed}",
+                    got=f"partition-id={facts.partition} num-partitions={facts.num_partitions}",
+                    do="give every node the same num-partitions and its own partition-id below it",
+                )
+            )
+
+    def _complete(self) -> bool:
+        if self.facts:
+            expected = next(iter(self.facts.values())).num_partitions
+            if len(self.node_of) == expected:
+                self.num_partitions = expected
+                return True
+            return False
+        # Nobody answers queries: partitions are the places in the sorted list of node ids.
+        wanted = self._num_clients or max(2, len(self._silent))
+        if len(self._silent) == wanted:
+            self.node_of = dict(enumerate(sorted(self._silent)))
+            self.num_partitions = wanted
+            logger.info("the nodes answer no query: %d nodes are used in the order of their ids", wanted)
+            return True
+        return False
+
+    def _what_is_missing(self) -> str:
+        refusals = "; ".join(f"node {node}: {reason}" for node, reason in self.refused.items())
+        told = f" Refused: {refusals}." if refusals else ""
+        if self.facts and self._silent:
+            told += f" Without a query handler: nodes {', '.join(map(str, sorted(self._silent)))}."
+        if self.facts:
+            expected = next(iter(self.facts.values())).num_partitions
+            missing = sorted(set(range(expected)) - set(self.node_of))
+            return (
+                explain(
+                    "clients",
+                    expected=f"{expected} (num-partitions of the nodes)",
+                    got=f"{len(self.node_of)} connected after {self._node_wait:g} s, missing partitions "
+                    + ", ".join(map(str, missing[:20])),
+                    do="start the missing nodes, or give every node the num-partitions that there really are",
+                )
+                + "."
+                + told
+            )
+        return (
+            explain(
+                "clients",
+                expected=f"{self._num_clients or 'at least 2'} nodes",
+                got=f"{len(self._silent)} usable after {self._node_wait:g} s",
+                do="start more nodes or raise node-wait",
+            )
+            + "."
+            + told
+        )

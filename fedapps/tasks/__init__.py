@@ -1,0 +1,218 @@
+"""Tasks by name: the registry, and loading a built-in task or one of one's own.
+
+Importing this package imports neither torch nor scikit-learn; a task's module is imported when the task is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.base import ClientData, Data, ServerData, Task, TaskConfig, TaskKind
+from fedapps.tasks.options import Option
+from fedapps.tasks.partitioning import PartitionConfig, PartitionKind
+
+__all__ = [
+    "TASKS",
+    "ClientData",
+    "Data",
+    "Option",
+    "PartitionConfig",
+    "PartitionKind",
+    "ServerData",
+    "Task",
+    "TaskConfig",
+    "TaskInfo",
+    "TaskKind",
+    "list_tasks",
+    "load_task",
+    "task_class",
+    "task_kind",
+]
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """One row of the registry.
+
+    Attributes:
+        name: Value of the setting ``task``.
+        target: ``module:class``.
+        kind: What the model is.
+        about: The task in one line.
+        source: Where the data comes from, and how it gets here.
+        licence: Licence of the data, as stated.
+        download: Whether the user must fetch a file first.
+    """
+
+    name: str
+    target: str
+    kind: TaskKind
+    about: str
+    source: str
+    licence: str
+    download: bool
+
+
+TASKS: tuple[TaskInfo, ...] = (
+    TaskInfo(
+        name="digits",
+        target="fedapps.tasks.digits:DigitsTask",
+        kind=TaskKind.TORCH,
+        about="handwritten digits, 1,797 images of 8 x 8 pixels in 10 classes, small CNN",
+        source="UCI Optical Recognition of Handwritten Digits, bundled with scikit-learn",
+        licence="CC BY 4.0",
+        download=False,
+    ),
+    TaskInfo(
+        name="a9a",
+        target="fedapps.tasks.libsvm:A9aTask",
+        kind=TaskKind.CONVEX,
+        about="census income, 32,561 examples with 123 features, L2-regularised logistic regression",
+        source="UCI Adult, LIBSVM form: files a9a and a9a.t in the data folder",
+        licence="CC BY 4.0",
+        download=True,
+    ),
+    TaskInfo(
+        name="w8a",
+        target="fedapps.tasks.libsvm:W8aTask",
+        kind=TaskKind.CONVEX,
+        about="web pages, 49,749 examples with 300 features, L2-regularised logistic regression",
+        source="Platt, LIBSVM form: file w8a in the data folder",
+        licence="none stated",
+        download=True,
+    ),
+    TaskInfo(
+        name="libsvm",
+        target="fedapps.tasks.libsvm:LibsvmTask",
+        kind=TaskKind.CONVEX,
+        about="any LIBSVM file with two classes (options file, test-file), L2-regularised logistic regression",
+        source="a file of your own",
+        licence="that of the file",
+        download=True,
+    ),
+)
+"""The built-in tasks."""
+
+MAX_LOADED = 4
+"""Most tasks that `load_task` keeps in a process; the one that was used longest ago is dropped first."""
+
+_loaded: OrderedDict[tuple[type[Task], str], Task] = OrderedDict()
+
+
+def list_tasks() -> tuple[TaskInfo, ...]:
+    """List the built-in tasks.
+
+    Returns:
+        The rows of the registry.
+    """
+    return TASKS
+
+
+def task_kind(name: str) -> TaskKind:
+    """Tell the kind of a task; for a built-in one without importing it.
+
+    Args:
+        name: A name, or ``my_pkg.my_mod:MyTask``.
+
+    Returns:
+        The kind.
+
+    Raises:
+        TaskError: There is no such task.
+    """
+    return next((row.kind for row in TASKS if row.name == name), None) or task_class(name).kind
+
+
+def task_class(name: str) -> type[Task]:
+    """Import the class of a task.
+
+    Args:
+        name: A name, or ``my_pkg.my_mod:MyTask``.
+
+    Returns:
+        The class.
+
+    Raises:
+        TaskError: There is no such task, it cannot be imported, or it is not a complete subclass of `Task`.
+    """
+    row = next((row for row in TASKS if row.name == name), None)
+    if row is None and ":" not in name:
+        known = [row.name for row in TASKS]
+        near = difflib.get_close_matches(name, known, n=1)
+        raise TaskError(
+            explain(
+                f"task '{name}'",
+                expected="one of " + ", ".join(known) + ", or my_pkg.my_mod:MyTask",
+                got="an unknown name",
+                do=f"did you mean '{near[0]}'?" if near else "see `fedapps tasks`",
+            )
+        )
+    cls = _import(name, row.target if row else name)
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if not (isinstance(cls, type) and issubclass(cls, Task)) or missing:
+        raise TaskError(
+            explain(
+                f"task '{name}'",
+                expected="a subclass of fedapps.tasks.torch_task.TorchTask or fedapps.tasks.convex_task.ConvexTask",
+                got=f"one that lacks {', '.join(missing)}" if missing else repr(cls),
+                do="see the example in fedapps.tasks.torch_task",
+            )
+        )
+    return cls
+
+
+def load_task(name: str, config: TaskConfig) -> Task:
+    """Load a task; asked again in the same process for the same, give the same object, so that data is read once.
+
+    Args:
+        name: A name, or ``my_pkg.my_mod:MyTask`` for one of one's own.
+        config: What the settings say about the task.
+
+    Returns:
+        The task.
+
+    Raises:
+        TaskError: There is no such task, it cannot be imported, or an option is wrong.
+    """
+    task = task_class(name)(config, name)
+    key = (type(task), repr((name, task.data_dir, dataclasses.replace(config, options=task.options))))
+    task = _loaded.setdefault(key, task)
+    _loaded.move_to_end(key)
+    if len(_loaded) > MAX_LOADED:
+        _loaded.popitem(last=False)
+    return task
+
+
+def _import(name: str, target: str) -> Any:
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        own = target == name
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        advice = "put the folder that holds it on the Python path (PYTHONPATH)" if absent else "correct the module"
+        raise TaskError(
+            explain(
+                f"task '{name}'",
+                expected=f"a module '{module_name}' with a class '{attribute}'" if own else "the packages it needs",
+                got=f"{type(error).__name__}: {error}",
+                do=advice if own else "install fedapps[torch]",
+            )
+        ) from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise TaskError(
+            explain(
+                f"task '{name}'",
+                expected=f"a class '{attribute}' in module '{module_name}' ({module.__file__})",
+                got="no such attribute",
+                do=f"did you mean '{near[0]}'?" if near else "name a class that the module defines",
+            )
+        )
+    return getattr(module, attribute)

@@ -1,0 +1,356 @@
+"""The small interface of a task: model, loss, data and metrics behind one class.
+
+A task hands out the data of one client (`Task.client_data`) and of the server (`Task.server_data`), the initial model
+as named arrays, and evaluates a model on data. Deep-learning tasks derive from `fedapps.tasks.torch_task.TorchTask`,
+whose module docstring holds a complete task of one's own; convex ones from `fedapps.tasks.convex_task.ConvexTask`.
+
+What happens to the data, in this order:
+
+1. `Task.load` gives the training pool and the test set. The test set is never trained on.
+2. The server's validation examples are cut from the pool, by the task's seed and stratified by class (for a split by
+   column, by that column), before any client gets one.
+3. The rest is split among the clients; each of its examples belongs to exactly one client.
+4. A client's own test and validation examples are cut from its share; by default it trains on all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.options import Option, resolve_options
+from fedapps.tasks.partitioning import PartitionConfig, PartitionKind, partition_indices
+from fedapps.tasks.split_table import partition_summary, partition_table
+from fedapps.tasks.splits import Indices, Purpose, hold_out, stream
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+DATA_VARIABLE = "FEDAPPS_DATA"
+"""Environment variable with the folder of data files, for a run without the setting ``data-dir``."""
+
+
+class TaskKind(StrEnum):
+    """What a task's model is, which decides what clients can do with it."""
+
+    TORCH = "torch"
+    """A torch module; arrays are its parameters and buffers."""
+    CONVEX = "convex"
+    """A convex objective in float64 NumPy with gradient and Hessian; one array of weights."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What the settings of a run say about its task.
+
+    Attributes:
+        data_dir: Folder with data files; None takes the environment variable ``FEDAPPS_DATA``.
+        options: The task's own options (``task-options``); left-out keys take their default.
+        seed: Seed of the splits.
+        partition: How the training pool is split among the clients.
+        validation_fraction: Share of the training pool kept on the server for validation.
+        client_validation_fraction: Share of a client's examples kept for validation on the client.
+        client_test_fraction: Share of a client's examples kept for testing on the client.
+    """
+
+    data_dir: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    validation_fraction: float = 0.0
+    client_validation_fraction: float = 0.0
+    client_test_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        own = self.client_validation_fraction + self.client_test_fraction
+        for name, share in [
+            ("validation-fraction", self.validation_fraction),
+            ("client-validation-fraction", self.client_validation_fraction),
+            ("client-test-fraction", self.client_test_fraction),
+            ("client-validation-fraction + client-test-fraction", own),
+        ]:
+            if not 0 <= share < 1:
+                raise TaskError(explain(name, expected="a share in [0, 1)", got=f"{share:g}", do="make it smaller"))
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Examples: inputs, targets and further columns, with equal first dimension.
+
+    Attributes:
+        inputs: ``(n, ...)``; a CSR matrix is allowed for convex tasks.
+        targets: ``(n,)`` labels, or ``(n, ...)``.
+        columns: Name -> ``(n,)`` values, for the split by column.
+    """
+
+    inputs: NDArray[Any] | csr_array
+    targets: NDArray[Any]
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        arrays = {"targets": self.targets, "inputs": self.inputs, **self.columns}
+        for name, array in arrays.items():
+            if not hasattr(array, "dtype") or not isinstance(array.dtype, np.dtype) or array.dtype.hasobject:
+                raise TaskError(
+                    explain(
+                        f"data, {name}",
+                        expected="a NumPy array of numbers or of text of fixed width",
+                        got=f"{type(array).__name__} of {getattr(array, 'dtype', 'no dtype')}",
+                        do="convert it, for example with numpy.array(...) or tensor.numpy()",
+                    )
+                )
+            if array.shape[0] != self.targets.shape[0]:
+                raise TaskError(
+                    explain(
+                        f"data, {name}",
+                        expected=f"as many rows as targets, {self.targets.shape[0]}",
+                        got=str(array.shape[0]),
+                        do="give every example one row in each array",
+                    )
+                )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, indices: Indices) -> Data:
+        """Copy some of the examples.
+
+        Args:
+            indices: Their positions.
+
+        Returns:
+            The examples, in the order of ``indices``.
+        """
+        columns = {name: values[indices] for name, values in self.columns.items()}
+        return Data(self.inputs[indices], self.targets[indices], columns)
+
+    def sha256(self) -> str:
+        """Give a checksum of all values, dtypes and shapes.
+
+        Returns:
+            64 hexadecimal digits.
+        """
+        inputs: Any = self.inputs
+        sparse = not isinstance(inputs, np.ndarray)
+        parts = [inputs.indptr, inputs.indices, inputs.data] if sparse else [inputs]
+        digest = hashlib.sha256(repr(inputs.shape).encode())
+        for array in [*parts, self.targets, *(self.columns[name] for name in sorted(self.columns))]:
+            # Index arrays may be 32 or 64 bits wide, by the version of SciPy.
+            values = array.astype(np.int64) if sparse and array.dtype.kind == "i" else array
+            digest.update(f"{values.dtype.str}{values.shape}".encode())
+            digest.update(np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """The data of one client.
+
+    Attributes:
+        train: Examples to train on, at least one.
+        validation: Examples held out for choices; may be empty.
+        test: Examples held out for reporting; may be empty.
+    """
+
+    train: Data
+    validation: Data
+    test: Data
+
+
+@dataclass(frozen=True)
+class ServerData:
+    """The data of the server.
+
+    Attributes:
+        validation: Examples cut from the training pool, for choices such as the best round; may be empty.
+        test: The test set; may be empty.
+    """
+
+    validation: Data
+    test: Data
+
+
+class Task(ABC):
+    """Model, loss, data and metrics of one learning problem.
+
+    Args:
+        config: What the settings say about the task.
+        name: Name by which the task was asked for; the class's name if left out.
+
+    Raises:
+        TaskError: An option is unknown or has the wrong type.
+    """
+
+    kind: ClassVar[TaskKind]
+    """What the model is; set by `TorchTask` and `ConvexTask`."""
+
+    metric: ClassVar[str] = "accuracy"
+    """The metric that runs are judged by; larger is better."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+    """The keys of ``task-options`` that the class adds to those of its bases; values are in ``self.options``."""
+
+    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
+        self.config = config
+        self.name = name or type(self).__name__
+        self.options = resolve_options(self.name, self.known_options(), config.options)
+        self._parts: dict[int, tuple[Indices, ...]] = {}
+
+    @classmethod
+    def known_options(cls) -> dict[str, Option]:
+        """List the keys of ``task-options``.
+
+        Returns:
+            Key -> option, those of base classes first; a class may change the default of a base's key.
+        """
+        return {key: option for base in reversed(cls.__mro__) for key, option in vars(base).get("OPTIONS", {}).items()}
+
+    @abstractmethod
+    def load(self) -> tuple[Data, Data]:
+        """Read the data.
+
+        Returns:
+            The training pool (at least one example) and the test set (may be empty, ``train.take([])``).
+        """
+
+    @abstractmethod
+    def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
+        """Give the model that training starts from.
+
+        Args:
+            seed: Seed of the random initialisation.
+
+        Returns:
+            Name -> array of what travels.
+        """
+
+    @abstractmethod
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
+        """Measure a model.
+
+        Args:
+            arrays: The model, with the names of `initial_arrays`.
+            data: Examples.
+
+        Returns:
+            ``loss`` and metrics, means over the examples; nothing if there are no examples.
+        """
+
+    @property
+    def data_dir(self) -> Path | None:
+        """Folder with data files: the setting ``data-dir``, else ``FEDAPPS_DATA``, else None."""
+        folder = self.config.data_dir or os.environ.get(DATA_VARIABLE)
+        return Path(folder).expanduser() if folder else None
+
+    def client_data(self, partition: int, num_partitions: int) -> ClientData:
+        """Give the data of one client.
+
+        Args:
+            partition: Partition id of the client, from 0.
+            num_partitions: Number of clients that the training pool is split among.
+
+        Returns:
+            The client's examples, the same on every call and in every process.
+
+        Raises:
+            TaskError: The partition id is out of range, or the data cannot be split so.
+        """
+        if not 0 <= partition < num_partitions:
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', partition {partition}",
+                    expected=f"a partition id in 0..{num_partitions - 1}, since num-partitions is {num_partitions}",
+                    got=str(partition),
+                    do="give every client the same num-partitions and its own partition-id",
+                )
+            )
+        mine = self._pool.take(self._split(num_partitions)[partition])
+        generator = stream(Purpose.CLIENT_HOLD_OUT, self.config.seed, num_partitions, partition)
+        rest, test = hold_out(mine.targets, self.config.client_test_fraction, generator)
+        # The second share is of what the client has, not of what the first cut left.
+        share = self.config.client_validation_fraction * len(mine) / len(rest)
+        train, validation = hold_out(mine.targets[rest], share, generator)
+        return ClientData(mine.take(rest[train]), mine.take(rest[validation]), mine.take(test))
+
+    def server_data(self) -> ServerData:
+        """Give the data of the server.
+
+        Returns:
+            Validation examples and the test set.
+        """
+        return ServerData(self._pool_and_validation[1], self._loaded[1])
+
+    def checksums(self) -> dict[str, str]:
+        """Identify the data, for the record of a run.
+
+        Returns:
+            What -> SHA-256, 64 hexadecimal digits.
+        """
+        train, test = self._loaded
+        return {"train": train.sha256(), "test": test.sha256()}
+
+    def summary(self, num_partitions: int) -> str:
+        """Describe who got what.
+
+        Args:
+            num_partitions: Number of clients.
+
+        Returns:
+            A few lines of text with a table.
+        """
+        server = self.server_data()
+        head = (
+            f"task {self.name}: {len(self._pool)} training examples over {num_partitions} clients"
+            f" ({self.config.partition.describe()}, seed {self.config.seed});"
+            f" server: {len(server.validation)} validation, {len(server.test)} test"
+        )
+        rows = partition_summary(self._pool.targets, self._split(num_partitions))
+        return f"{head}\n{partition_table(rows)}"
+
+    @cached_property
+    def _loaded(self) -> tuple[Data, Data]:
+        train, test = self.load()
+        if len(train) == 0:
+            raise TaskError(
+                explain(
+                    f"task '{self.name}'",
+                    expected="at least one training example",
+                    got="none",
+                    do="check the data that the task loads",
+                )
+            )
+        return train, test
+
+    @cached_property
+    def _pool_and_validation(self) -> tuple[Data, Data]:
+        train = self._loaded[0]
+        generator = stream(Purpose.SERVER_VALIDATION, self.config.seed)
+        # By the clients' column where there is one: no client may lose its only example.
+        partition = self.config.partition
+        column = partition.column if partition.kind is PartitionKind.COLUMN else ""
+        strata = train.columns.get(column, train.targets)
+        kept, held = hold_out(strata, self.config.validation_fraction, generator)
+        return train.take(kept), train.take(held)
+
+    @property
+    def _pool(self) -> Data:
+        return self._pool_and_validation[0]
+
+    def _split(self, num_partitions: int) -> tuple[Indices, ...]:
+        if num_partitions not in self._parts:
+            pool, config = self._pool, self.config
+            self._parts[num_partitions] = partition_indices(
+                pool.targets, num_partitions, config.partition, config.seed, pool.columns
+            )
+        return self._parts[num_partitions]

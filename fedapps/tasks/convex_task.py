@@ -1,0 +1,109 @@
+"""Tasks with a convex objective: L2-regularised logistic regression in float64 NumPy.
+
+A task of one's own derives from `ConvexTask` and implements `load`, with inputs ``(n, d)`` (dense or CSR) and targets
+-1 or +1. It has the option ``regularisation``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.curvature.logistic import LogisticRegression
+from fedapps.curvature.newton import Objective
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
+from fedapps.tasks.options import Option
+
+WEIGHTS = "weights"
+"""Name of the one array of a convex model, ``(d,)`` float64."""
+
+
+class ConvexTask(Task):
+    r"""A task whose model is a weight vector ``theta`` ``(d,)`` and whose clients know gradient and Hessian.
+
+    The objective of ``n`` examples is :math:`\frac1n \sum_j \log(1 + e^{-y_j x_j'\theta})
+    + \frac{\lambda}{2} |\theta|^2` with the option ``regularisation`` as lambda, and training starts from zero.
+
+    Args:
+        config: What the settings say about the task.
+        name: Name by which the task was asked for.
+
+    Raises:
+        TaskError: An option is wrong.
+    """
+
+    kind: ClassVar[TaskKind] = TaskKind.CONVEX
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"regularisation": Option(1e-3, "weight of the L2 penalty, >= 0")}
+
+    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
+        super().__init__(config, name)
+        penalty = self.options["regularisation"]
+        if not 0 <= penalty < math.inf:
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', option 'regularisation'",
+                    expected="a finite number >= 0",
+                    got=str(penalty),
+                    do="change it in task-options",
+                )
+            )
+
+    def objective(self, data: Data) -> Objective:
+        """Give the regularised objective of some examples.
+
+        Args:
+            data: The examples, at least one.
+
+        Returns:
+            The objective, with value, gradient and Hessian.
+
+        Raises:
+            TaskError: A target is neither -1 nor +1.
+        """
+        if not np.isin(data.targets, (-1, 1)).all():
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', targets",
+                    expected="-1 or +1",
+                    got=str(data.targets[~np.isin(data.targets, (-1, 1))][0]),
+                    do="map the two classes to -1 and +1 in load()",
+                )
+            )
+        return LogisticRegression(data.inputs, data.targets, self.options["regularisation"])
+
+    def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
+        """Give the zero vector.
+
+        Args:
+            seed: Not used: the start is the same for every seed.
+
+        Returns:
+            ``{"weights": zeros}``, shape ``(d,)`` float64.
+        """
+        return {WEIGHTS: np.zeros(self._pool.inputs.shape[1])}
+
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
+        """Measure a weight vector.
+
+        Args:
+            arrays: ``{"weights": theta}``.
+            data: Examples.
+
+        Returns:
+            ``loss``, the objective with its penalty, and ``accuracy``, the share of examples on whose side of zero
+            (zero counts as +1) ``x'theta`` lies; nothing if there are no examples.
+        """
+        if len(data) == 0:
+            return {}
+        theta = arrays[WEIGHTS]
+        predicted = np.where(data.inputs @ theta >= 0, 1, -1)
+        return {
+            "loss": float(self.objective(data).loss(theta)),
+            "accuracy": float(np.mean(predicted == data.targets)),
+        }

@@ -1,0 +1,151 @@
+"""Convex tasks from LIBSVM files: any file, and a9a and w8a by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.base import DATA_VARIABLE, Data
+from fedapps.tasks.convex_task import ConvexTask
+from fedapps.tasks.libsvm_file import SUFFIXES, line_of_row, read_libsvm
+from fedapps.tasks.options import Option
+
+DATASETS_PAGE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
+"""Where the LIBSVM data sets can be had."""
+
+
+class LibsvmTask(ConvexTask):
+    """L2-regularised logistic regression on a LIBSVM file with two classes.
+
+    The smaller of the two labels becomes -1 and the larger +1, whether the file says -1/+1, 0/1 or 1/2. Features stay
+    sparse, and no intercept is added.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "file": Option("", "training file: a path, or a name in the data folder or its libsvm folder"),
+        "test-file": Option("", "test file; empty = no test set"),
+        "num-features": Option(0, "number of features; 0 = the largest index in the files"),
+    }
+
+    def load(self) -> tuple[Data, Data]:
+        """Read the files.
+
+        Returns:
+            Training pool and test set (empty without a test file); inputs CSR ``(n, d)`` float64, targets -1 or +1.
+
+        Raises:
+            TaskError: A file is missing, malformed, or has labels of other than two classes.
+        """
+        train_path, *test_paths = self._files.values()
+        train = read_libsvm(train_path, self.options["num-features"])
+        classes = _two_classes(train[1], train_path)
+        if not test_paths:
+            data = _data(train, classes, train_path, train[0].shape[1])
+            return data, data.take(np.empty(0, dtype=np.intp))
+        test = read_libsvm(test_paths[0], self.options["num-features"])
+        width = max(train[0].shape[1], test[0].shape[1])
+        return _data(train, classes, train_path, width), _data(test, classes, test_paths[0], width)
+
+    def checksums(self) -> dict[str, str]:
+        """Identify the files, for the record of a run.
+
+        Returns:
+            Folder and name of a file, such as ``libsvm/a9a.gz`` -> SHA-256 of its bytes.
+        """
+        return {
+            f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in self._files.values()
+        }
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Option -> file; the training file first, the test file only if there is one."""
+        wanted = {key: self.options[key] for key in ("file", "test-file")}
+        if not wanted["file"]:
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', option 'file'",
+                    expected="the name or path of a LIBSVM file",
+                    got="nothing",
+                    do="set task-options='file = \"a9a\"'",
+                )
+            )
+        return {key: self._find(name) for key, name in wanted.items() if name}
+
+    def _find(self, name: str) -> Path:
+        path, folder = Path(name).expanduser(), self.data_dir
+        folders = [folder, folder / "libsvm"] if folder else []
+        places = [path] if path.is_absolute() else [folder / path for folder in folders]
+        for place in places:
+            for suffix in SUFFIXES:
+                candidate = place.with_name(place.name + suffix)
+                if candidate.is_file():
+                    return candidate
+        looked = " and ".join(map(str, places)) or f"no folder, since neither --data-dir nor {DATA_VARIABLE} is set"
+        raise TaskError(
+            explain(
+                f"task '{self.name}', file '{name}'",
+                expected="a file of that name, plain or with .gz, .xz or .bz2 appended",
+                got=f"none; looked at {looked}",
+                do=f"download it from {DATASETS_PAGE} and set --data-dir or {DATA_VARIABLE} to its folder",
+            )
+        )
+
+
+class A9aTask(LibsvmTask):
+    """Census income (UCI Adult, binarised by LIBSVM): 32,561 + 16,281 examples, 123 binary features."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "file": Option("a9a", "training file"),
+        "test-file": Option("a9a.t", "test file; empty = no test set"),
+        "num-features": Option(123, "number of features (the last one never occurs in the test file)"),
+    }
+
+
+class W8aTask(LibsvmTask):
+    """Web pages (Platt): 49,749 examples, 300 binary features, no test set."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "file": Option("w8a", "training file"),
+        "num-features": Option(300, "number of features"),
+    }
+
+
+def _two_classes(labels: NDArray[np.float64], path: Path) -> tuple[float, float]:
+    """Give the two most frequent labels, ascending; any other is refused with its line by `_data`."""
+    values, counts = np.unique(labels, return_counts=True)
+    if len(values) < 2:
+        raise TaskError(
+            explain(
+                f"file {path}",
+                expected="labels of two classes",
+                got=f"the label {values[0]:g} on every line",
+                do="use a file with both classes",
+            )
+        )
+    low, high = sorted(values[np.argsort(-counts, kind="stable")[:2]])
+    return float(low), float(high)
+
+
+def _data(content: tuple[csr_array, NDArray[np.float64]], classes: tuple[float, float], path: Path, width: int) -> Data:
+    features, labels = content
+    others = np.flatnonzero(~np.isin(labels, classes))
+    if len(others):
+        raise TaskError(
+            explain(
+                f"file {path}, line {line_of_row(path, int(others[0]))}",
+                expected=f"one of two labels, {classes[0]:g} or {classes[1]:g}",
+                got=f"label {labels[others[0]]:g}",
+                do="logistic regression tells two classes apart: use a binary data set",
+            )
+        )
+    wide: Any = csr_array((features.data, features.indices, features.indptr), shape=(len(labels), width))
+    return Data(wide, np.where(labels == classes[1], 1.0, -1.0))

@@ -1,0 +1,181 @@
+"""Splits of the training examples among the clients.
+
+Every split uses each example exactly once, depends only on its arguments, and leaves global random generators alone.
+The iid, classes and column splits come from flwr-datasets (`fedapps.tasks.flwr_partitions`). The Dirichlet split is
+ours and needs only NumPy: it first checks that the minimum size can be met, draws once, and repairs what came out too
+small, so it always ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.flwr_partitions import class_parts, column_parts, iid_parts
+from fedapps.tasks.splits import Indices, Purpose, stream
+
+
+class PartitionKind(StrEnum):
+    """How the training examples are split among the clients."""
+
+    IID = "iid"
+    """Shuffled and cut into parts of equal size (flwr-datasets' `IidPartitioner`)."""
+    DIRICHLET = "dirichlet"
+    """For each class, shares drawn from a symmetric Dirichlet distribution (Hsu et al. 2019, arXiv 1909.06335)."""
+    CLASSES = "classes"
+    """Each client has the same number of classes (flwr-datasets' `PathologicalPartitioner`, arXiv 2102.02079)."""
+    COLUMN = "column"
+    """One client for each value of a column, values ascending (flwr-datasets' `NaturalIdPartitioner`)."""
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How to split the training examples.
+
+    Attributes:
+        kind: The kind of split; the other fields each belong to one kind.
+        alpha: Dirichlet: concentration, > 0; small values give clients few classes.
+        classes_per_client: Classes: number of classes of each client, >= 1.
+        column: Column: name of the column whose values are the clients.
+        min_size: Dirichlet: least number of examples of a client, >= 1.
+    """
+
+    kind: PartitionKind = PartitionKind.DIRICHLET
+    alpha: float = 0.1
+    classes_per_client: int = 2
+    column: str = ""
+    min_size: int = 1
+
+    def __post_init__(self) -> None:
+        column_missing = self.kind is PartitionKind.COLUMN and not self.column
+        checks = [
+            (isinstance(self.kind, PartitionKind), "partition", "one of " + ", ".join(PartitionKind), self.kind),
+            (math.isfinite(self.alpha) and self.alpha > 0, "alpha", "a finite number > 0", self.alpha),
+            (self.classes_per_client >= 1, "classes-per-client", "a number >= 1", self.classes_per_client),
+            (self.min_size >= 1, "partition-min-size", "a number >= 1", self.min_size),
+            (not column_missing, "partition-column", "the name of a column", "''"),
+        ]
+        for right, name, expected, got in checks:
+            if not right:
+                raise TaskError(explain(f"partition, {name}", expected=expected, got=str(got), do="change it"))
+
+    def describe(self) -> str:
+        """Name the split and what shapes it.
+
+        Returns:
+            For example ``"dirichlet, alpha 0.1, at least 1 example a client"``.
+        """
+        details = {
+            PartitionKind.DIRICHLET: f", alpha {self.alpha:g}, at least {self.min_size} example(s) a client",
+            PartitionKind.CLASSES: f", {self.classes_per_client} a client",
+            PartitionKind.COLUMN: f" '{self.column}'",
+        }
+        return f"{self.kind}{details.get(self.kind, '')}"
+
+
+def partition_indices(
+    targets: NDArray[Any],
+    num_partitions: int,
+    config: PartitionConfig,
+    seed: int,
+    columns: Mapping[str, NDArray[Any]] | None = None,
+) -> tuple[Indices, ...]:
+    """Split the examples among the clients.
+
+    Args:
+        targets: Labels, ``(n,)``; the iid and column splits use only their number.
+        num_partitions: Number of clients.
+        config: How to split.
+        seed: Seed of the split, >= 0.
+        columns: Further columns of the examples, ``(n,)`` each, for the column split.
+
+    Returns:
+        For each partition id the indices of its examples, ascending; together every index once, none empty.
+
+    Raises:
+        TaskError: The split cannot be made: too few examples, a class or a column that does not fit, or flwr-datasets
+            is not installed.
+    """
+    _check_feasible(len(targets), num_partitions, config)
+    generator = stream(Purpose.PARTITION, seed)
+    if config.kind is PartitionKind.IID:
+        parts = iid_parts(len(targets), num_partitions, generator)
+    elif config.kind is PartitionKind.COLUMN:
+        parts = column_parts(columns or {}, num_partitions, config.column)
+    elif config.kind is PartitionKind.CLASSES:
+        labels = _labels(targets, config.kind)
+        parts = class_parts(labels, num_partitions, config.classes_per_client, generator)
+    else:
+        labels = _labels(targets, config.kind)
+        parts = _dirichlet_parts(labels, num_partitions, config.alpha, generator)
+        parts = _repair(parts, config.min_size)
+    return tuple(np.sort(part) for part in parts)
+
+
+def _check_feasible(num_examples: int, num_partitions: int, config: PartitionConfig) -> None:
+    if num_partitions < 1:
+        raise TaskError(
+            explain("partition", expected="at least 1 client", got=str(num_partitions), do="set num-partitions")
+        )
+    least = config.min_size if config.kind is PartitionKind.DIRICHLET else 1
+    if num_partitions * least > num_examples:
+        raise TaskError(
+            explain(
+                "partition",
+                expected=f"at least {least} training example(s) for each of {num_partitions} clients",
+                got=f"{num_examples} in all: {num_partitions} x {least} > {num_examples}",
+                do="take fewer clients" + (" or a smaller partition-min-size" if least > 1 else ""),
+            )
+        )
+
+
+def _labels(targets: NDArray[Any], kind: PartitionKind) -> Indices:
+    """Number the classes of the examples 0, 1, ... in ascending order of their labels."""
+    if targets.ndim != 1:
+        raise TaskError(
+            explain(
+                f"partition '{kind}'",
+                expected="one label for each example, targets of shape (n,)",
+                got=f"targets of shape {targets.shape}",
+                do="choose the iid or the column partition",
+            )
+        )
+    labels: Indices = np.unique(targets, return_inverse=True)[1]
+    return labels
+
+
+def _dirichlet_parts(
+    labels: Indices, num_partitions: int, alpha: float, generator: np.random.Generator
+) -> list[Indices]:
+    r"""Cut each class at the cumulated shares :math:`q \sim \mathrm{Dir}(\alpha, ..., \alpha)` of the clients."""
+    owner = np.empty(len(labels), dtype=np.intp)
+    for label in range(int(labels.max()) + 1):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        shares = generator.dirichlet(np.full(num_partitions, alpha))
+        cuts = np.rint(np.cumsum(shares)[:-1] * len(members))
+        owner[members] = np.searchsorted(cuts, np.arange(len(members)), side="right")
+    # A random order within each part, so that a repair moves examples of all classes.
+    order = generator.permutation(len(labels))
+    return [order[owner[order] == client] for client in range(num_partitions)]
+
+
+def _repair(parts: list[Indices], min_size: int) -> list[Indices]:
+    """Move examples from the largest client (the first of equals) to those below the minimum.
+
+    Each move either satisfies a client or brings a donor down to the minimum, so there are at most 2N moves.
+    """
+    parts = list(parts)
+    for client in range(len(parts)):
+        while (missing := min_size - len(parts[client])) > 0:
+            donor = int(np.argmax([len(part) for part in parts]))
+            moved = min(missing, len(parts[donor]) - min_size)
+            parts[client] = np.concatenate([parts[client], parts[donor][:moved]])
+            parts[donor] = parts[donor][moved:]
+    return parts

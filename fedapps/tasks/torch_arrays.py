@@ -1,0 +1,143 @@
+"""The state of a torch module as named NumPy arrays, and back.
+
+What travels, in this order: the trainable parameters by their `named_parameters` name (a tied one once, under its first
+name), then the persistent buffers by their `named_buffers` name. Frozen parameters and non-persistent buffers stay
+where they are. Shapes and dtypes are kept, also of 0-dimensional integer buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedapps.errors import TaskError, explain
+
+ARRAY_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""The dtypes that travel as NumPy arrays of the same dtype."""
+
+
+def trainable_names(model: torch.nn.Module) -> list[str]:
+    """List the parameters that travel.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Names of the trainable parameters, a tied one once.
+    """
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def buffer_names(model: torch.nn.Module) -> list[str]:
+    """List the buffers that travel.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Names of the persistent buffers, a shared one once.
+    """
+    persistent = model.state_dict(keep_vars=True)
+    return [name for name, _ in model.named_buffers() if name in persistent]
+
+
+def module_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
+    """Copy what travels of a model.
+
+    Args:
+        model: The model, on any device.
+
+    Returns:
+        Name -> array of the tensor's shape and dtype: trainable parameters, then persistent buffers.
+
+    Raises:
+        TaskError: A tensor has a dtype that NumPy lacks, such as bfloat16.
+    """
+    return {name: _array(name, tensor) for name, tensor in _travelling(model).items()}
+
+
+def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Copy arrays into a model, in place; nothing is changed if they do not fit.
+
+    Tied parameters stay tied, and every tensor keeps its dtype and device.
+
+    Args:
+        model: The model.
+        arrays: What `module_arrays` gives for such a model; read-only arrays are fine.
+
+    Raises:
+        TaskError: A name is missing or not known, or a shape differs.
+    """
+    tensors = _travelling(model)
+    _check_names(tensors, arrays)
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != np.shape(arrays[name]):
+            raise TaskError(
+                explain(
+                    f"tensor '{name}'",
+                    expected=f"shape {tuple(tensor.shape)}",
+                    got=f"{np.shape(arrays[name])}",
+                    do="load arrays of the same model, built with the same options",
+                )
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            # A copy, since torch cannot wrap read-only memory.
+            tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+
+
+def _travelling(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    return {name: parameters[name] for name in trainable_names(model)} | {
+        name: buffers[name] for name in buffer_names(model)
+    }
+
+
+def _array(name: str, tensor: torch.Tensor) -> NDArray[Any]:
+    if tensor.dtype not in ARRAY_DTYPES:
+        raise TaskError(
+            explain(
+                f"tensor '{name}'",
+                expected="a dtype that NumPy has (float64, float32, float16, an integer or bool)",
+                got=str(tensor.dtype),
+                do="build the model in float32",
+            )
+        )
+    array: NDArray[Any] = tensor.detach().cpu().numpy().copy()
+    return array
+
+
+def _check_names(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]]) -> None:
+    missing = [name for name in tensors if name not in arrays]
+    unknown = [name for name in arrays if name not in tensors]
+    if missing or unknown:
+        raise TaskError(
+            explain(
+                "model",
+                expected=f"arrays for exactly its {len(tensors)} tensors",
+                got=f"{len(arrays)} arrays; missing: {_list(missing)}; unknown: {_list(unknown)}",
+                do="load arrays of the same model, built with the same options",
+            )
+        )
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -1,0 +1,252 @@
+'''Tasks whose model is a torch module, and a complete task of one's own.
+
+The smallest task says where the data comes from and what the model is::
+
+    from typing import Any
+
+    import numpy as np
+    import torch
+
+    from fedapps.tasks import Data, Option
+    from fedapps.tasks.torch_task import TorchTask
+
+
+    class MyTask(TorchTask):
+        """Two noisy moons, told apart by a small network."""
+
+        OPTIONS = {"examples": Option(600, "number of examples"), "noise": Option(0.1, "deviation of the noise")}
+
+        def load(self) -> tuple[Data, Data]:
+            generator = np.random.default_rng(0)
+            n = self.options["examples"]
+            labels = np.arange(n) % 2
+            angle = generator.uniform(0, np.pi, n)
+            x = np.where(labels == 0, np.cos(angle), 1 - np.cos(angle))
+            y = np.where(labels == 0, np.sin(angle), 0.5 - np.sin(angle))
+            inputs = np.stack([x, y], axis=1) + self.options["noise"] * generator.normal(size=(n, 2))
+            data = Data(inputs.astype(np.float32), labels, columns={"site": np.arange(n) % 3})
+            order = generator.permutation(n)
+            return data.take(order[n // 5 :]), data.take(order[: n // 5])
+
+        def build_model(self) -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+Saved as ``my_pkg/my_mod.py`` in a folder on the Python path, it is ``--task my_pkg.my_mod:MyTask``, its options are
+``--set task-options='examples = 1000'``, and its column serves ``--partition column --set partition-column=site``.
+Everything else has a default that a task may override: `TorchTask.criterion` (another loss of the model's outputs),
+`TorchTask.metrics` (other metrics), `TorchTask.loss` (a loss that needs more than the outputs).
+'''
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
+from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays
+
+EVALUATION_BATCH = 256
+"""Examples in a batch of an evaluation."""
+
+
+class TorchTask(Task):
+    """A task whose model is a torch module; see the module docstring for an example.
+
+    Args:
+        config: What the settings say about the task.
+        name: Name by which the task was asked for.
+
+    Raises:
+        TaskError: An option is wrong, or `loss` is overridden but not `metrics`.
+    """
+
+    kind: ClassVar[TaskKind] = TaskKind.TORCH
+
+    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
+        super().__init__(config, name)
+        cls = type(self)
+        if cls.loss is not TorchTask.loss and cls.metrics is TorchTask.metrics:
+            raise TaskError(
+                explain(
+                    f"task '{self.name}'",
+                    expected="metrics() overridden together with loss()",
+                    got="only loss(), so that evaluation would report the loss of criterion()",
+                    do="override criterion() if your loss is a function of the outputs, else override metrics() too",
+                )
+            )
+
+    @abstractmethod
+    def build_model(self) -> torch.nn.Module:
+        """Build the model on the CPU; torch's generator is seeded around the call.
+
+        Returns:
+            A new model. Its trainable parameters and persistent buffers travel.
+        """
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the mean loss of outputs: cross-entropy, reduced in float32 or better.
+
+        Args:
+            outputs: What the model gives, ``(n, classes)``.
+            targets: Class numbers, ``(n,)``.
+
+        Returns:
+            A scalar, the mean over the examples.
+        """
+        return functional.cross_entropy(_at_least_float32(outputs), targets)
+
+    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the loss that training minimises.
+
+        Args:
+            model: The model, on the device of the tensors.
+            inputs: Inputs of a batch, ``(n, ...)``.
+            targets: Targets of the batch, ``(n, ...)``.
+
+        Returns:
+            A scalar, the mean over the examples.
+        """
+        return self.criterion(model(inputs), targets)
+
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute what an evaluation reports, for one batch.
+
+        Args:
+            model: The model in evaluation mode, on the device of the tensors.
+            inputs: Inputs of a batch, ``(n, ...)``.
+            targets: Targets of the batch, ``(n, ...)``.
+
+        Returns:
+            ``loss`` and `Task.metric`, scalars, means over the examples.
+        """
+        outputs = model(inputs)
+        hits = outputs.argmax(dim=1) == targets
+        return {"loss": self.criterion(outputs, targets), "accuracy": hits.float().mean()}
+
+    def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
+        """Build the model that training starts from; torch's global generator is left as it was.
+
+        Args:
+            seed: Seed of the random initialisation.
+
+        Returns:
+            Name -> array of trainable parameters and persistent buffers.
+        """
+        return module_arrays(self._build(seed))
+
+    def module(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> torch.nn.Module:
+        """Build a model and fill it; torch's global generator is left as it was.
+
+        What does not travel (frozen parameters, non-persistent buffers) is drawn from the task's seed, hence equal on
+        all ends.
+
+        Args:
+            arrays: Name -> array, as `initial_arrays` gives them.
+            device: Where to put the model.
+
+        Returns:
+            The model, in training mode.
+
+        Raises:
+            TaskError: The arrays do not fit the model.
+        """
+        model = self._build(self.config.seed)
+        load_module_arrays(model, arrays)
+        return model.to(device)
+
+    def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn examples into tensors: integers as int64, floating numbers as float32.
+
+        Args:
+            data: The examples; they are copied.
+            device: Where to put the tensors.
+
+        Returns:
+            Inputs and targets.
+        """
+        return _tensor(data.inputs, device), _tensor(data.targets, device)
+
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
+        """Measure a model.
+
+        Args:
+            arrays: The model, with the names of `initial_arrays`.
+            data: Examples.
+            device: Where to compute.
+
+        Returns:
+            ``loss`` and metrics, means over the examples; nothing if there are no examples.
+        """
+        return self.evaluate_module(self.module(arrays, device), data)
+
+    def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:
+        """Measure a module in evaluation mode, without gradients, batch by batch in order.
+
+        Args:
+            model: The model; every submodule's training mode is restored afterwards.
+            data: Examples.
+
+        Returns:
+            ``loss`` and metrics, means over the examples; nothing if there are no examples.
+        """
+        first = next(model.parameters(), None)
+        device = "cpu" if first is None else str(first.device)
+        totals: dict[str, float] = {}
+        with evaluation_mode(model), torch.no_grad():
+            for start in range(0, len(data), EVALUATION_BATCH):
+                batch = data.take(np.arange(start, min(start + EVALUATION_BATCH, len(data))))
+                for name, mean in self.metrics(model, *self.tensors(batch, device)).items():
+                    # The last batch may be smaller: weigh by examples, not by batches.
+                    totals[name] = totals.get(name, 0.0) + float(mean) * len(batch)
+        return {name: total / len(data) for name, total in totals.items()}
+
+    def _build(self, seed: int) -> torch.nn.Module:
+        # devices=[] and the CPU's own generator: models are built on the CPU, and a GPU's generator is left alone.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return self.build_model()
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode for a while.
+
+    Args:
+        model: The model; each submodule gets its own mode back, also if an error passes through.
+
+    Yields:
+        Nothing.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _tensor(array: Any, device: str) -> torch.Tensor:
+    if not isinstance(array, np.ndarray):
+        raise TaskError(
+            explain(
+                "data of a torch task",
+                expected="a dense NumPy array",
+                got=type(array).__name__,
+                do="call .toarray() on a sparse matrix in load()",
+            )
+        )
+    dtype = torch.float32 if array.dtype.kind == "f" else torch.int64
+    return torch.tensor(array, dtype=dtype, device=device)

@@ -1,0 +1,100 @@
+"""Write the parts of files that are generated from the code, or check that they are up to date.
+
+* ``[tool.flwr.app.config]`` in `pyproject.toml`: every setting with its default;
+* the settings table in `docs/settings.md`;
+* the table of methods in `README.md`.
+
+Usage: ``python scripts/generate.py [--check]``
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fedapps.methods import METHODS, method_groups
+from fedapps.results.settings_file import to_toml
+from fedapps.settings import Settings, default_config, keys_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def between(text: str, start: str, end: str, new: str) -> str:
+    """Replace what stands between two marker lines."""
+    head, found, rest = text.partition(start)
+    _, found_end, tail = rest.partition(end)
+    if not found or not found_end:
+        raise SystemExit(f"markers {start!r} ... {end!r} not found")
+    return f"{head}{start}\n{new.rstrip()}\n{end}{tail}"
+
+
+def run_config() -> str:
+    """The default run config as TOML tables below ``[tool.flwr.app.config]``."""
+    lines = ["[tool.flwr.app.config]"]
+    groups: dict[str, list[str]] = {}
+    for key, value in default_config(method_groups()).items():
+        group, _, name = key.rpartition(".")
+        line = to_toml({name: value}).strip()
+        if group:
+            groups.setdefault(group, []).append(line)
+        else:
+            lines.append(line)
+    for group, entries in groups.items():
+        lines += ["", f"[tool.flwr.app.config.{group}]", *entries]
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table."""
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    keys = [*keys_of(Settings).values()]
+    keys += [key for group, cls in method_groups().items() for key in keys_of(cls, group).values()]
+    for key in keys:
+        limits = [f"> {key.above:g}"] if key.above is not None else []
+        limits += [f">= {key.minimum:g}"] if key.minimum is not None else []
+        limits += [f"<= {int(key.maximum) if key.kind is int else key.maximum}"] if key.maximum is not None else []
+        choices = [" \\| ".join(f"`{choice}`" for choice in key.choices)] if key.choices else []
+        note = f" ({'; '.join([*limits, *choices])})" if limits or choices else ""
+        default = f"`{str(key.default).lower() if key.kind is bool else key.default}`" if key.default != "" else "empty"
+        rows.append(f"| `{key.name}` | {key.kind.__name__} | {default} | {key.about}{note} |")
+    return "\n".join(rows)
+
+
+def methods_table() -> str:
+    """The registry as a Markdown table."""
+    rows = [
+        "| method | family | the server | travels down | travels up | a client keeps | source |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows += [
+        f"| [`{m.name}`](docs/methods/{m.name}.md) | {m.family} | {m.mixing} | {m.travels_down} | {m.travels_up} "
+        f"| {m.client_state} | {m.paper} |"
+        for m in METHODS
+    ]
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Write or check the generated parts."""
+    parts = [
+        (ROOT / "pyproject.toml", "# <generated: settings>", "# </generated>", run_config()),
+        (ROOT / "docs" / "settings.md", "<!-- generated: settings -->", "<!-- /generated -->", settings_table()),
+        (ROOT / "README.md", "<!-- generated: methods -->", "<!-- /generated -->", methods_table()),
+    ]
+    stale = []
+    for path, start, end, new in parts:
+        old = path.read_text(encoding="utf-8")
+        text = between(old, start, end, new)
+        if text != old:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        print(f"out of date: {', '.join(stale)}; run `make format`", file=sys.stderr)
+        return 1
+    print("generated parts: " + (f"wrote {', '.join(stale)}" if stale else "up to date"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

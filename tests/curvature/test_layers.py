@@ -1,0 +1,211 @@
+"""Rows of every layer type against the layer itself, and which parameters get a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedapps.curvature import layers
+from fedapps.curvature.foof import covariance
+from fedapps.curvature.layers import input_rows, model_layout, register_layer
+from fedapps.curvature.layout import BlockSpec
+
+GEOMETRIES = {
+    "1x1, stride 2": {"kernel_size": 1, "stride": 2},
+    "3x3, stride 2, padding 1": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "3x3, dilation 2": {"kernel_size": 3, "dilation": 2},
+    "kernel (1, 3)": {"kernel_size": (1, 3)},
+    "padding same": {"kernel_size": 3, "padding": "same"},
+    "padding same, even kernel": {"kernel_size": (2, 4), "padding": "same"},
+    "padding same, dilation 2": {"kernel_size": 3, "padding": "same", "dilation": 2},
+    "padding valid": {"kernel_size": 3, "padding": "valid"},
+    "circular": {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
+    "reflect, same": {"kernel_size": 3, "padding": "same", "padding_mode": "reflect"},
+    "replicate, all different": {
+        "kernel_size": (3, 2),
+        "stride": (1, 2),
+        "padding": (2, 1),
+        "dilation": (2, 1),
+        "padding_mode": "replicate",
+    },
+}
+
+
+def _images(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_convolution_is_its_matrix_times_its_rows(geometry: dict[str, object], bias: bool) -> None:
+    """A05: ``W_flat`` (bias as last column) times each patch is the output at that position."""
+    conv = nn.Conv2d(3, 4, bias=bias, dtype=torch.float64, **geometry)
+    x = _images()
+    rows = input_rows(conv, x)
+    W = conv.weight.flatten(1)
+    if bias:
+        W = torch.cat([W, conv.bias[:, None]], dim=1)
+    expected = conv(x).permute(0, 2, 3, 1).flatten(0, 2)  # (batch * positions, out)
+    torch.testing.assert_close(rows @ W.T, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_covariance_is_the_mean_of_the_patches_outer_products(geometry: dict[str, object]) -> None:
+    """Patch by patch: entry ``e`` of the patches is what a kernel that is 1 at ``e`` and 0 elsewhere gives."""
+    conv = nn.Conv2d(3, 4, dtype=torch.float64, **geometry)
+    x = _images()
+    width = conv.weight[0].numel()
+    probe = nn.Conv2d(3, width, bias=False, dtype=torch.float64, **geometry)
+    probe.weight.data = torch.eye(width, dtype=torch.float64).reshape(probe.weight.shape)
+    expected = torch.zeros(width + 1, width + 1, dtype=torch.float64)
+    positions = probe(x).permute(0, 2, 3, 1).flatten(0, 2)
+    for patch in positions:
+        a = torch.cat([patch, torch.ones(1, dtype=torch.float64)])
+        expected += torch.outer(a, a) / len(positions)
+    torch.testing.assert_close(covariance(input_rows(conv, x)), expected)
+
+
+def test_one_image_without_batch_is_a_batch_of_one() -> None:
+    conv = nn.Conv2d(3, 4, 3, dtype=torch.float64)
+    torch.testing.assert_close(input_rows(conv, _images()[0]), input_rows(conv, _images()[:1]))
+
+
+@pytest.mark.parametrize("shape", [(6,), (8, 6), (2, 5, 6), (2, 3, 4, 6)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_linear_flattens_batch_and_sequence(shape: tuple[int, ...], bias: bool) -> None:
+    linear = nn.Linear(6, 3, bias=bias)
+    rows = input_rows(linear, torch.randn(shape))
+    assert rows.shape == (torch.Size(shape[:-1]).numel(), 6 + bias)
+    if bias:
+        assert (rows[:, -1] == 1).all()
+
+
+def test_rows_are_widened_and_carry_no_graph() -> None:
+    x = torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True)
+    rows = input_rows(nn.Linear(6, 3, dtype=torch.bfloat16), x)
+    assert rows.dtype == torch.float32
+    assert not rows.requires_grad
+
+
+def test_layer_without_registered_type_is_an_error() -> None:
+    with pytest.raises(TypeError, match="LayerNorm has no registered rows; see register_layer"):
+        input_rows(nn.LayerNorm(3), torch.randn(2, 3))
+
+
+class Mixed(nn.Module):
+    """One module of every kind that A06 lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.fc = nn.Linear(4, 6)
+        self.group = nn.GroupNorm(2, 6)
+        self.conv = nn.Conv2d(1, 2, (2, 3), bias=False)
+
+
+def test_layout_says_for_every_trainable_parameter_what_happens() -> None:
+    layout = model_layout(Mixed())
+    assert layout.blocks == (
+        BlockSpec("fc", ("fc.weight", "fc.bias"), 6, 5),
+        BlockSpec("conv", ("conv.weight",), 2, 6),
+    )
+    assert layout.averaged == {
+        "scale": "Mixed has no block",
+        "embed.weight": "Embedding has no block",
+        "norm.weight": "LayerNorm has no block",
+        "norm.bias": "LayerNorm has no block",
+        "group.weight": "GroupNorm has no block",
+        "group.bias": "GroupNorm has no block",
+    }
+
+
+@pytest.mark.parametrize(("out", "groups"), [(8, 2), (4, 4)], ids=["grouped", "depthwise"])
+def test_grouped_convolution_is_named_as_averaged(out: int, groups: int) -> None:
+    """A03."""
+    layout = model_layout(nn.Sequential(nn.Conv2d(4, out, 3, groups=groups), nn.Conv2d(out, 2, 3)))
+    assert [spec.layer for spec in layout.blocks] == ["1"]
+    assert layout.averaged == dict.fromkeys(["0.weight", "0.bias"], f"Conv2d with groups={groups}")
+
+
+def test_tied_weight_is_averaged_once_and_the_bias_with_it() -> None:
+    """A30."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Linear(4, 5))
+    model[2].weight = model[0].weight
+    layout = model_layout(model)
+    assert [spec.layer for spec in layout.blocks] == ["1"]
+    assert layout.averaged == {"0.weight": "shared by several layers", "2.bias": "shared by several layers"}
+    assert {*layout.preconditioned, *layout.averaged} == {name for name, _ in model.named_parameters()}
+
+
+def test_module_under_two_names_has_one_block() -> None:
+    model = nn.Module()
+    model.first = nn.Linear(3, 3)
+    model.second = model.first
+    layout = model_layout(model)
+    assert layout.preconditioned == ("first.weight", "first.bias")
+    assert not layout.averaged
+
+
+def test_frozen_weight_has_no_block_and_a_frozen_bias_is_not_folded() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    layout = model_layout(model)
+    assert layout.blocks == (BlockSpec("2", ("2.weight",), 2, 3),)
+    assert layout.averaged == {"1.bias": "its layer's weight is frozen"}
+    assert input_rows(model[2], torch.randn(4, 3)).shape == (4, 3)
+
+
+def test_weight_computed_from_other_parameters_has_no_block() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    layout = model_layout(model)
+    assert not layout.blocks
+    assert layout.averaged["bias"] == "its layer's weight is computed from other parameters"
+    assert set(layout.averaged) == {name for name, _ in model.named_parameters()}
+
+
+def test_output_layer_of_attention_is_averaged() -> None:
+    layout = model_layout(nn.MultiheadAttention(4, 2))
+    assert not layout.blocks
+    assert "without calling the layer" in layout.averaged["out_proj.weight"]
+
+
+def test_subclass_is_covered_unless_it_computes_something_else() -> None:
+    class Same(nn.Linear):
+        pass
+
+    class Other(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.abs())
+
+    layout = model_layout(nn.Sequential(Same(3, 2), Other(2, 2)))
+    assert [spec.layer for spec in layout.blocks] == ["0"]
+    assert layout.averaged["1.weight"] == "Other has no block"
+
+
+def test_layer_type_is_added_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_LAYER_TYPES", dict(layers._LAYER_TYPES))
+
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 4))
+            self.bias = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight + self.bias
+
+    assert not model_layout(Conv1D()).blocks
+
+    @register_layer(Conv1D, transposed=True)
+    def rows(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, -2)
+
+    assert model_layout(Conv1D()).blocks == (BlockSpec("", ("weight", "bias"), 4, 6, transposed=True),)
+    assert input_rows(Conv1D(), torch.randn(2, 3, 5)).shape == (6, 6)

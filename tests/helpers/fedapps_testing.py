@@ -1,0 +1,81 @@
+"""Tasks and a method for the tests: a module of a user's own, importable from worker processes too."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+
+from fedapps.client_apps.first_order import train as train_first_order
+from fedapps.client_apps.work import ClientWork
+from fedapps.methods import Method
+from fedapps.tasks.base import Data, Option
+from fedapps.tasks.torch_task import TorchTask
+
+
+class Sites(TorchTask):
+    """Two Gaussian classes; column ``site`` says which client an example belongs to, sizes are an option."""
+
+    OPTIONS: ClassVar = {"sizes": Option("6,6,6", "examples of each site"), "shift": Option(0.0, "input offset a site")}
+
+    def load(self) -> tuple[Data, Data]:
+        sizes = [int(size) for size in self.options["sizes"].split(",")]
+        random = np.random.default_rng(0)
+        site = np.repeat(np.arange(len(sizes)), sizes)
+        labels = np.arange(len(site)) % 2
+        inputs = random.normal(size=(len(site), 4)) + 2.0 * labels[:, None] + self.options["shift"] * site[:, None]
+        data = Data(inputs.astype(np.float32), labels, {"site": site})
+        return data, data.take(np.arange(min(4, len(data))))
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+
+
+class BatchNormSites(Sites):
+    """The same with batch normalisation, whose buffers travel."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+class FailingSites(Sites):
+    """A task whose client 1 has no usable loss: it raises from the second local step on."""
+
+    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(inputs) == 7:
+            raise RuntimeError("sensor offline")
+        return super().loss(model, inputs, targets)
+
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().metrics(model, inputs, targets)
+
+
+def train_with_memory(work: ClientWork) -> RecordDict:
+    """Train as FedAvg, and keep a counter and a trace of the rounds in the client store."""
+    state: dict[str, Any] = work.store.load(work.last_folded) or {"rounds": np.zeros(0, dtype=np.int64)}
+    content = train_first_order(work)
+    content["metrics"]["remembered"] = float(len(state["rounds"]))
+    content["metrics"]["last-round"] = float(state["rounds"][-1]) if len(state["rounds"]) else 0.0
+    work.store.save(
+        work.server_round,
+        {"rounds": np.append(state["rounds"], work.server_round)},
+        last_folded=work.last_folded,
+    )
+    return content
+
+
+MEMORY = Method(
+    name="memory",
+    title="FedAvg with a memory",
+    family="test",
+    mixing="mean",
+    travels_down="model",
+    travels_up="model",
+    client_state="the rounds in which its reply was folded",
+    paper="none",
+    strategy="fedapps.strategies.fedavg:FedAvg",
+    client="fedapps_testing:train_with_memory",
+    tuned={"torch": {"lr": 0.1, "local-epochs": 1}},
+)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fedapps.results.report import Run
+from fedapps.results.series import accuracy_series, payload_until, seconds_until, train_loss
+
+MakeRun = Callable[..., Run]
+
+
+def test_one_run_is_its_own_mean(make_run: MakeRun) -> None:
+    run = make_run([0.1, 0.5, 0.9], down=100, up=300, seconds=2.0)
+    series = accuracy_series([run])
+    assert series is not None
+    np.testing.assert_array_equal(series.rounds, [0, 1, 2])
+    np.testing.assert_array_equal(series.mean, [0.1, 0.5, 0.9])
+    np.testing.assert_array_equal(series.std, [0, 0, 0])
+    np.testing.assert_array_equal(series.payload, [0, 400, 800])
+    np.testing.assert_array_equal(series.seconds, [0, 2, 4])
+
+
+def test_seeds_are_averaged_round_by_round(make_run: MakeRun) -> None:
+    """Round 2 is in the first run only: its mean is of that run alone."""
+    runs = [make_run([0.2, 0.4, 0.8], up=300, seconds=2.0), make_run([0.1, 0.6], seed=1, up=500, seconds=4.0)]
+    series = accuracy_series(runs)
+    assert series is not None
+    np.testing.assert_allclose(series.mean, [0.15, 0.5, 0.8], rtol=1e-15)
+    np.testing.assert_allclose(series.std, [0.1 / np.sqrt(2), 0.2 / np.sqrt(2), 0], rtol=1e-12)
+    np.testing.assert_array_equal(series.payload, [0, 1400, 2600])
+    np.testing.assert_array_equal(series.seconds, [0, 3, 4])
+
+
+def test_runs_without_accuracy_have_no_series(make_run: MakeRun) -> None:
+    run = make_run([0.1, 0.5])
+    bare = Run(run.path, run.settings, [row for row in run.rows if row["phase"] == "train"], run.summary)
+    assert accuracy_series([bare]) is None
+    assert accuracy_series([bare, run]) is not None
+
+
+def test_bytes_count_every_phase_and_seconds_only_training(make_run: MakeRun) -> None:
+    run = make_run([0.1, 0.5, 0.9], down=100, up=300, seconds=2.0)
+    asked = {"round": 1, "phase": "client-evaluate", "seconds": 9.0, "payload-down": 7, "payload-up": 1}
+    run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
+    assert payload_until(run, 1) == 408
+    assert seconds_until(run, 1) == 2.0
+    assert list(train_loss(run)) == [1, 2]

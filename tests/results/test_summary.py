@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fedapps.results.summary import RunStatus, evaluations_by_round, summarise
+
+
+def evaluation(server_round: int, validation: float, test: float, **more: Any) -> dict[str, Any]:
+    return {
+        "round": server_round,
+        "phase": "evaluate",
+        "seconds": 0.25,
+        "validation-accuracy": validation,
+        "validation-loss": 1 - validation,
+        "test-accuracy": test,
+        **more,
+    }
+
+
+def train(server_round: int, seconds: float = 2.0) -> dict[str, Any]:
+    bytes_ = {"payload-down": 10, "payload-up": 30, "wire-down": 100, "wire-up": 300}
+    return {"round": server_round, "phase": "train", "seconds": seconds, "sampled": [0], "lr": 0.1, **bytes_}
+
+
+ROWS = [
+    evaluation(0, 0.1, 0.1),
+    train(1),
+    evaluation(1, 0.8, 0.6),
+    train(2, 3.0),
+    evaluation(2, 0.7, 0.9),
+    {
+        "round": 2,
+        "phase": "client-evaluate",
+        "seconds": 1.0,
+        "client-test-accuracy": 0.5,
+        "payload-down": 7,
+        "who": [0, 1],
+    },
+]
+
+
+def test_final_is_the_last_round_and_best_is_chosen_on_validation_data() -> None:
+    summary = summarise(ROWS, status="completed")
+    assert summary["status"] == "completed"
+    assert "reason" not in summary
+    assert summary["rounds"] == 2
+    assert summary["final"] == {
+        "round": 2,
+        "validation-accuracy": 0.7,
+        "validation-loss": 1 - 0.7,
+        "test-accuracy": 0.9,
+        "client-test-accuracy": 0.5,
+    }
+    assert summary["best"]["round"] == 1, "round 2 is better on test data, which must not count"
+    assert summary["best"]["test-accuracy"] == 0.6
+
+
+def test_totals_add_bytes_and_seconds_by_phase() -> None:
+    totals = summarise(ROWS, status=RunStatus.FAILED, reason="client 1: boom")["totals"]
+    assert totals == {
+        "payload-down": 27,
+        "payload-up": 60,
+        "wire-down": 200,
+        "wire-up": 600,
+        "seconds": 6.75,
+        "seconds-by-phase": {"evaluate": 0.75, "train": 5.0, "client-evaluate": 1.0},
+    }
+
+
+def test_a_reason_is_kept_and_an_unknown_status_refused() -> None:
+    summary = summarise([], status="failed", reason="quorum")
+    assert summary["reason"] == "quorum"
+    assert summary["final"] == {}
+    assert summary["rounds"] == 0
+    with pytest.raises(ValueError, match="'done' is not a valid RunStatus"):
+        summarise([], status="done")
+
+
+@pytest.mark.parametrize(
+    ("values", "primary", "best_round"),
+    [
+        ([0.1, 0.8, 0.8, 0.3], "accuracy", 1),
+        ([0.1, math.nan, 0.2, math.inf], "accuracy", 2),
+        ([0.1, 0.8, 0.9, 0.3], "loss", 2),
+        ([math.nan, math.nan, math.nan, math.nan], "accuracy", None),
+    ],
+    ids=["the first of equals", "not finite is never best", "the least loss", "nothing finite"],
+)
+def test_the_best_round(values: list[float], primary: str, best_round: int | None) -> None:
+    rows = [evaluation(number, value, 0.5) for number, value in enumerate(values)]
+    assert summarise(rows, status="completed", primary=primary).get("best", {}).get("round") == best_round
+
+
+def test_without_validation_data_no_round_is_called_best() -> None:
+    rows = [
+        {"round": number, "phase": "evaluate", "seconds": 0.0, "test-accuracy": 0.1 * number} for number in range(3)
+    ]
+    summary = summarise(rows, status="completed")
+    assert "best" not in summary
+    assert summary["final"] == {"round": 2, "test-accuracy": 0.2}
+
+
+def test_evaluations_are_merged_by_round_in_order() -> None:
+    merged = evaluations_by_round([ROWS[4], ROWS[5], ROWS[0], train(3)])
+    assert list(merged) == [0, 2]
+    assert merged[2]["client-test-accuracy"] == 0.5
+    assert "who" not in merged[2]

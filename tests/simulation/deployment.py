@@ -1,0 +1,51 @@
+"""A SuperLink and SuperNodes on loopback, as a test helper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedapps.simulation.processes import CONNECTION, SuperLink, SuperNode
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What `run_on_superlink` needs to reach it, and the services themselves."""
+
+    connection: str
+    environment: dict[str, str]
+    superlink: SuperLink
+    nodes: list[SuperNode]
+
+
+@contextmanager
+def loopback_deployment(
+    num_nodes: int,
+    folder: Path,
+    *,
+    python_path: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Deployment]:
+    """One SuperLink and nodes with partition ids 0, 1, ... and a state folder each.
+
+    Logs and states are written to `folder`; all processes end with the block.
+    """
+    shared = {"python_path": python_path, "environment": {"OMP_NUM_THREADS": "1"} | dict(environment or {})}
+    with ExitStack() as stack:
+        superlink = stack.enter_context(SuperLink(simulation=False, log_path=folder / "superlink.log", **shared))
+        nodes = []
+        for partition in range(num_nodes):
+            config = {
+                "partition-id": partition,
+                "num-partitions": num_nodes,
+                "state-dir": str(folder / f"state-{partition}"),
+            }
+            node = SuperNode(superlink.address, config, log_path=folder / f"node-{partition}.log", **shared)
+            stack.callback(node.stop)
+            node.start()
+            nodes.append(node)
+        for node in nodes:
+            node.wait_until_ready()
+        yield Deployment(CONNECTION, {"FLWR_HOME": str(superlink.home)}, superlink, nodes)

@@ -1,0 +1,211 @@
+"""FedPM's server: the paper's map, reductions to methods that we trust, and malformed replies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+from fedapps.curvature.layout import BlockSpec, Layout
+from fedapps.curvature.packing import pack_upper
+from fedapps.errors import RoundFailedError
+from fedapps.records import pack_arrays, payload_bytes, unpack_arrays
+from fedapps.strategies import FedAvg, FedPM, LocalNewton, RoundOptions
+
+SPEC = BlockSpec("fc", ("fc.weight", "fc.bias"), 3, 5)
+LAYOUT = Layout((SPEC,), {"scale": "a free parameter"})
+RANDOM = np.random.default_rng(0)
+MODEL = {
+    "fc.weight": RANDOM.normal(size=(3, 4)).astype(np.float32),
+    "fc.bias": RANDOM.normal(size=3).astype(np.float32),
+    "scale": RANDOM.normal(size=2).astype(np.float32),
+    "counter": np.array(0),
+}
+
+
+def matrix(model: dict[str, np.ndarray]) -> np.ndarray:
+    """``W``, (3, 5) in float64: weight, and bias as last column."""
+    return np.concatenate([model["fc.weight"], model["fc.bias"][:, None]], axis=1).astype(np.float64)
+
+
+def trained(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    moved = {n: (v + random.normal(size=v.shape)).astype(v.dtype) for n, v in MODEL.items() if n != "counter"}
+    return {**moved, "counter": np.array(seed + 3)}
+
+
+def curvature(seed: int, width: int = 5) -> np.ndarray:
+    factor = np.random.default_rng(100 + seed).normal(size=(width, width))
+    return factor @ factor.T / width + 0.1 * np.eye(width)
+
+
+def reply_of(model: dict[str, np.ndarray], P: np.ndarray, num_examples: int = 1) -> RecordDict:
+    product = (matrix(model) - matrix(MODEL)) @ P
+    return RecordDict(
+        {
+            "arrays": pack_arrays({"scale": model["scale"]}),
+            "buffers": pack_arrays({"counter": model["counter"]}),
+            "products": pack_arrays({"fc": product.astype(np.float32)}),
+            "curvature": pack_arrays({"fc": pack_upper(P).astype(np.float32)}),
+            "layout": ConfigRecord({"layout": LAYOUT.to_json()}),
+            "metrics": MetricRecord({"num-examples": num_examples}),
+        }
+    )
+
+
+def mix(strategy: FedPM, replies: dict[int, RecordDict], order: list[int] | None = None) -> dict[str, np.ndarray]:
+    strategy.begin_round(1, MODEL, list(replies))
+    for partition in order or list(replies):
+        strategy.receive(partition, replies[partition])
+    new = strategy.end_round()
+    assert new is not None
+    return new
+
+
+SIZES = [10, 30, 60]
+
+
+def test_the_result_is_the_papers_preconditioned_mixing() -> None:
+    """Equation 8 as it stands, ``W' = [sum p_i W_i P_i] [sum p_i P_i]^-1`` (for rows), in float64."""
+    models, Ps, weights = [trained(i) for i in range(3)], [curvature(i) for i in range(3)], np.array(SIZES) / 100
+    new = mix(FedPM(), {i: reply_of(models[i], Ps[i], SIZES[i]) for i in range(3)})
+    expected = sum(p * matrix(m) @ P for p, m, P in zip(weights, models, Ps, strict=True)) @ np.linalg.inv(
+        sum(p * P for p, P in zip(weights, Ps, strict=True))
+    )
+    np.testing.assert_allclose(matrix(new), expected, rtol=1e-5, atol=1e-5)
+    scale = sum(p * m["scale"].astype(np.float64) for p, m in zip(weights, models, strict=True))
+    np.testing.assert_allclose(new["scale"], scale, rtol=1e-6)
+    assert (new["counter"].dtype, new["counter"].shape, int(new["counter"])) == (np.int64, (), 5)
+    assert list(new) == list(MODEL)
+    assert {n: v.dtype for n, v in new.items()} == {n: v.dtype for n, v in MODEL.items()}
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_equal_curvature_gives_the_mean_of_fedavg_and_localnewton(weighting: str) -> None:
+    options = RoundOptions(weighting=weighting)  # type: ignore[arg-type]
+    models, P = [trained(i) for i in range(3)], curvature(7)
+    new = mix(FedPM(options=options), {i: reply_of(models[i], P, SIZES[i]) for i in range(3)})
+    plain = {
+        i: RecordDict(
+            {
+                "arrays": pack_arrays({n: v for n, v in models[i].items() if n != "counter"}),
+                "buffers": pack_arrays({"counter": models[i]["counter"]}),
+                "metrics": MetricRecord({"num-examples": SIZES[i]}),
+            }
+        )
+        for i in range(3)
+    }
+    for strategy in (FedAvg(options=options), LocalNewton(options=options)):
+        mean = mix(strategy, plain)  # type: ignore[arg-type]
+        assert list(mean) == list(MODEL)
+        for name, value in mean.items():
+            assert value.dtype == MODEL[name].dtype
+            np.testing.assert_allclose(new[name], value, rtol=2e-5, atol=2e-5)
+
+
+def test_one_client_gives_its_own_model() -> None:
+    model = trained(4)
+    new = mix(FedPM(), {0: reply_of(model, curvature(4))})
+    np.testing.assert_allclose(matrix(new), matrix(model), rtol=1e-5, atol=1e-5)
+
+
+def test_equal_models_are_left_as_they_are_whatever_the_curvature() -> None:
+    """A08 (e)."""
+    new = mix(FedPM(), {i: reply_of(MODEL, curvature(i)) for i in range(3)})
+    np.testing.assert_array_equal(matrix(new), matrix(MODEL))
+
+
+def test_the_order_of_arrival_changes_no_bit() -> None:
+    replies = {i: reply_of(trained(i), curvature(i), SIZES[i]) for i in range(3)}
+    first = mix(FedPM(), replies)
+    for order in ([2, 1, 0], [1, 2, 0], [2, 0, 1]):
+        again = mix(FedPM(), replies, order)
+        assert all(again[n].tobytes() == v.tobytes() for n, v in first.items())
+
+
+def test_a_client_split_in_two_is_one_client() -> None:
+    whole = {i: reply_of(trained(i), curvature(i), SIZES[i]) for i in range(3)}
+    halves = {**{k: whole[k] for k in (0, 1)}, 2: reply_of(trained(2), curvature(2), 25),
+              3: reply_of(trained(2), curvature(2), 35)}  # fmt: skip
+    first, second = mix(FedPM(), whole), mix(FedPM(), halves)
+    for name, value in first.items():
+        np.testing.assert_allclose(second[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_the_payload_is_model_and_triangle() -> None:
+    """A27: Linear(4, 3) with bias in float32: 60 bytes of ``M`` and 60 of the packed 5 x 5 block."""
+    content = reply_of(trained(0), curvature(0))
+    sizes = payload_bytes(content)
+    assert (sizes["products"], sizes["curvature"]) == (60, 60)
+
+
+def _replace(record: str, name: str, value: np.ndarray) -> Callable[[RecordDict], None]:
+    return lambda c: c.__setitem__(record, pack_arrays({**unpack_arrays(c, record, ""), name: value}))
+
+
+def _relayout(layout: Layout) -> Callable[[RecordDict], None]:
+    return lambda c: c.__setitem__("layout", ConfigRecord({"layout": layout.to_json()}))
+
+
+NO_BIAS = Layout((BlockSpec("fc", ("fc.weight",), 3, 4),))
+MALFORMED: dict[str, tuple[Callable[[RecordDict], None], str]] = {
+    "no layout": (lambda c: c.pop("layout"), "expected a record 'layout' that says which parameters its blocks cover"),
+    "layout is no JSON": (lambda c: c.__setitem__("layout", ConfigRecord({"layout": "?"})), "client 1, layout"),
+    "no curvature": (lambda c: c.pop("curvature"), "expected a record 'curvature'"),
+    "no products": (lambda c: c.pop("products"), "expected a record 'products'"),
+    "an unknown layer": (_replace("products", "fc9", np.zeros((3, 5), dtype=np.float32)), "the layers ['fc'] of its layout"),
+    "P of a layer without bias": (
+        _replace("curvature", "fc", pack_upper(np.eye(4)).astype(np.float32)),
+        "layer 'fc', client 1: expected P of shape (5, 5), got (4, 4); fold the bias on both ends or on neither",
+    ),
+    "M of another shape": (_replace("products", "fc", np.zeros((5, 3), dtype=np.float32)), "expected M of shape (3, 5)"),
+    "NaN in P": (_replace("curvature", "fc", np.full(15, np.nan, dtype=np.float32)), "expected finite numbers in P"),
+    "infinity in M": (_replace("products", "fc", np.full((3, 5), np.inf, dtype=np.float32)), "finite numbers in M"),
+    "a block that the model lacks": (
+        _relayout(Layout((replace(SPEC, parameters=("fc.weight", "fc.biass")),))),
+        "client 1",
+    ),
+    "another layout than the others": (_relayout(NO_BIAS), "as from the other clients"),
+    "a parameter twice": (
+        lambda c: c.__setitem__("arrays", pack_arrays({"scale": MODEL["scale"], "fc.bias": MODEL["fc.bias"]})),
+        "'fc.bias': expected it once, got it both as a tensor and in a curvature block",
+    ),
+    "a tensor missing": (lambda c: c.__setitem__("arrays", pack_arrays({})), "a reply without scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "match"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_reply_is_refused_and_leaves_the_sums_alone(
+    change: Callable[[RecordDict], None], match: str
+) -> None:
+    good = {i: reply_of(trained(i), curvature(i), SIZES[i]) for i in (0, 2)}
+    bad = reply_of(trained(1), curvature(1), SIZES[1])
+    change(bad)
+    strategy = FedPM()
+    new = mix(strategy, {**good, 1: bad})
+    assert re.search(re.escape(match), strategy.report.refused[1]), strategy.report.refused[1]
+    assert strategy.report.folded == [0, 2]
+    without = mix(FedPM(), good)
+    assert all(new[n].tobytes() == v.tobytes() for n, v in without.items())
+
+
+def test_a_block_that_is_zero_on_every_client_is_an_error_that_names_it() -> None:
+    """A08 (b), (c): with damping the block would be the plain mean; without it there is nothing to divide by."""
+    strategy = FedPM()
+    strategy.begin_round(1, MODEL, [0])
+    strategy.receive(0, reply_of(MODEL, np.zeros((5, 5))))
+    with pytest.raises(ArithmeticError, match=r"layer 'fc', server: .*set a damping > 0"):
+        strategy.end_round()
+
+
+def test_no_reply_leaves_the_model() -> None:
+    strategy = FedPM(options=RoundOptions(max_consecutive_failed_rounds=2))
+    strategy.begin_round(1, MODEL, [0])
+    assert strategy.end_round() is None
+    strategy.begin_round(2, MODEL, [0])
+    with pytest.raises(RoundFailedError, match="failure 2 in a row"):
+        strategy.end_round()

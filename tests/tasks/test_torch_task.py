@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_array
+from torch import nn
+from torch.nn import functional
+
+from fedapps.errors import TaskError
+from fedapps.tasks import Data, TaskConfig
+from fedapps.tasks import torch_task as module_under_test
+from fedapps.tasks.torch_task import TorchTask
+
+NUM_CLASSES = 3
+
+
+class Made(TorchTask):
+    """Random inputs and labels; a net with batch normalisation, dropout and a frozen layer."""
+
+    def load(self) -> tuple[Data, Data]:
+        generator = np.random.default_rng(0)
+        data = Data(generator.normal(size=(30, 4)), generator.integers(0, NUM_CLASSES, 30))
+        return data.take(np.arange(20)), data.take(np.arange(20, 30))
+
+    def build_model(self) -> nn.Module:
+        frozen = nn.Linear(4, 6).requires_grad_(False)
+        return nn.Sequential(frozen, nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, NUM_CLASSES))
+
+
+@pytest.fixture
+def task() -> Made:
+    return Made(TaskConfig())
+
+
+def test_initial_arrays_depend_on_the_seed_alone_and_leave_the_generator_alone(task):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = task.initial_arrays(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(6)
+    again, other = task.initial_arrays(3), task.initial_arrays(4)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not np.array_equal(first["3.weight"], other["3.weight"])
+    assert len(task.initial_arrays(2**63 - 1)) == len(first)
+
+
+def test_what_does_not_travel_is_equal_on_all_ends(task):
+    arrays = task.initial_arrays(0)
+    state = torch.get_rng_state()
+    server = task.module(arrays)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(10)
+    client = Made(TaskConfig()).module(arrays)
+    assert "0.weight" not in arrays
+    assert torch.equal(server[0].weight, client[0].weight)
+    assert server.training
+
+
+def test_evaluation_equals_a_sum_over_single_examples(task, monkeypatch):
+    """A17: means over examples, not over batches of 7, 7, 7, 7 and 2; reference in float64, one example at a time."""
+    monkeypatch.setattr(module_under_test, "EVALUATION_BATCH", 7)
+    train, test = task.load()
+    data = Data(np.concatenate([train.inputs, test.inputs]), np.concatenate([train.targets, test.targets]))
+    arrays = task.initial_arrays(1)
+    model = task.module(arrays).double().eval()
+    outputs = [model(torch.tensor(row)[None])[0].detach().numpy() for row in data.inputs]
+    losses = [np.log(np.exp(o).sum()) - o[y] for o, y in zip(outputs, data.targets, strict=True)]
+    hits = [o.argmax() == y for o, y in zip(outputs, data.targets, strict=True)]
+    result = task.evaluate(arrays, data)
+    assert result == {"loss": pytest.approx(np.mean(losses), rel=1e-6), "accuracy": pytest.approx(np.mean(hits))}
+    assert task.evaluate(arrays, data) == result
+
+
+def test_no_examples_no_metrics(task):
+    """A14: evaluation with 0 examples leaves the metrics out."""
+    empty = task.load()[0].take(np.empty(0, dtype=np.intp))
+    assert task.evaluate(task.initial_arrays(0), empty) == {}
+    assert task.evaluate_module(task.module(task.initial_arrays(0)), empty) == {}
+
+
+def test_one_example_and_batch_normalisation(task):
+    """A16: evaluation mode uses running statistics, so a batch of one works."""
+    one = task.load()[0].take(np.array([3]))
+    assert np.isfinite(task.evaluate(task.initial_arrays(0), one)["loss"])
+
+
+def test_evaluation_changes_nothing_in_the_model(task):
+    model = task.module(task.initial_arrays(0))
+    model[1].eval()  # a submodule whose mode differs from the model's
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task.evaluate_module(model, task.load()[0])
+    assert model.training
+    assert [m.training for m in model] == [True, False, True, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Failing(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("in evaluation" if not self.training else "in training")
+
+
+def test_modes_come_back_after_an_error(task):
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval(), Failing())
+    with pytest.raises(RuntimeError, match="in evaluation"):
+        task.evaluate_module(model, Data(np.zeros((2, 2)), np.zeros(2)))
+    assert [m.training for m in model.modules()] == [True, True, False, True]
+
+
+def test_loss_is_the_mean_cross_entropy_and_has_a_gradient(task):
+    train = task.load()[0]
+    model = task.module(task.initial_arrays(0)).eval()
+    inputs, targets = task.tensors(train)
+    loss = task.loss(model, inputs, targets)
+    logits = model(inputs).detach().double().numpy()
+    expected = np.mean(np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(20), train.targets])
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    loss.backward()
+    assert model[3].weight.grad.abs().sum() > 0
+
+
+def test_half_precision_outputs_are_reduced_in_float32(task):
+    outputs = torch.tensor([[0.0, 20.0, 3.0]] * 4, dtype=torch.float16)
+    loss = task.criterion(outputs, torch.tensor([1, 1, 1, 2]))
+    assert loss.dtype == torch.float32
+    # log-sum-exp of (0, 20, 3) is 20 + 4.3e-8: three losses of 4.3e-8 and one of 17; 4.25 is exact in float32.
+    assert loss.item() == pytest.approx(17 / 4, rel=1e-6)
+    assert task.criterion(outputs.double(), torch.tensor([1, 1, 1, 2])).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [
+        (np.zeros((2, 3)), torch.float32),
+        (np.zeros((2, 3), dtype=np.float16), torch.float32),
+        (np.zeros((2, 3), dtype=np.uint8), torch.int64),
+        (np.zeros((2, 3), dtype=np.int32), torch.int64),
+    ],
+    ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else "",
+)
+def test_tensor_dtypes(task, array, dtype):
+    array.flags.writeable = False
+    inputs, targets = task.tensors(Data(array, array[:, 0]))
+    assert (inputs.dtype, targets.dtype) == (dtype, dtype)
+    assert inputs.shape == array.shape
+
+
+def test_sparse_inputs_are_refused(task):
+    with pytest.raises(TaskError, match="expected a dense NumPy array, got csr_array"):
+        task.tensors(Data(csr_array(np.eye(2)), np.zeros(2)))
+
+
+class Regression(Made):
+    """Another loss and another metric."""
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(outputs[:, 0], targets.float())
+
+    def metrics(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(model, inputs, targets), "bias": (model(inputs)[:, 0] - targets).mean()}
+
+
+class OnlyLoss(Made):
+    """A loss that evaluation would not report."""
+
+    def loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 2 * super().loss(model, inputs, targets)
+
+
+def test_loss_and_metrics_of_ones_own():
+    result = Regression(TaskConfig()).evaluate(Regression(TaskConfig()).initial_arrays(0), Made(TaskConfig()).load()[1])
+    assert set(result) == {"loss", "bias"}
+    assert result["loss"] >= result["bias"] ** 2
+
+
+def test_a_loss_that_evaluation_would_not_report_is_refused():
+    with pytest.raises(TaskError, match=r"expected metrics\(\) overridden together with loss\(\)"):
+        OnlyLoss(TaskConfig())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_evaluation_on_a_gpu_agrees_with_the_cpu(task):
+    arrays, data = task.initial_arrays(0), task.load()[0]
+    assert task.evaluate(arrays, data, "cuda") == pytest.approx(task.evaluate(arrays, data), rel=1e-5)

@@ -1,0 +1,57 @@
+"""Projects of others: they install the package and use its strategies, under Flower's own loop and its legacy one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedapps.simulation.flower_cli import FlowerCli
+from fedapps.simulation.processes import CONNECTION, SuperLink
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_project(name: str, tmp_path: Path) -> dict[str, object]:
+    """Run a copy of an example with ``flwr run`` on three simulated nodes, and give what its server wrote down."""
+    project = tmp_path / name
+    shutil.copytree(EXAMPLES / name, project)
+    result = tmp_path / "result.json"
+    config = (project / "pyproject.toml").read_text()
+    (project / "pyproject.toml").write_text(config.replace('result = ""', f'result = "{result}"'))
+    with SuperLink(simulation=True, log_path=tmp_path / "superlink.log") as superlink:
+        cli = FlowerCli(CONNECTION, superlink.environment)
+        run_id = cli.submit(project, "num-supernodes=3 client-resources-num-cpus=1 init-args-num-cpus=1")
+        with cli.follow(run_id, tmp_path / "run.log") as stream:
+            stream.wait(120)
+        info = cli.info(run_id)
+    assert info.ending == "completed", (tmp_path / "run.log").read_text()[-3000:]
+    found: dict[str, object] = json.loads(result.read_text())
+    return found
+
+
+def test_a_project_with_its_own_strategies_and_simulation_packages_runs_fedpm_under_flowers_start(
+    tmp_path: Path,
+) -> None:
+    found = run_project("existing_project", tmp_path)
+    assert found["before"] == "strategies"  # the project's own package, not ours
+    losses = [record["train-loss"] for record in found["train"].values()]  # type: ignore[attr-defined]
+    accuracies = [record["accuracy"] for record in found["evaluate"].values()]  # type: ignore[attr-defined]
+    assert len(losses) == len(accuracies) == 3
+    assert accuracies[-1] > 0.7
+    assert found["arrays"]["1.num_batches_tracked"] == []  # type: ignore[index]
+
+
+def test_a_legacy_project_runs_the_adapter(tmp_path: Path) -> None:
+    found = run_project("legacy_project", tmp_path)
+    assert found == {"round": 3, "shapes": [[12, 6], [12], [2, 12], [2]]}
+    log = (tmp_path / "run.log").read_text()
+    history = [line for line in log.splitlines() if "accuracy" in line]
+    assert history, log[-2000:]
+
+
+@pytest.mark.parametrize("name", ["existing_project", "legacy_project"])
+def test_every_example_says_how_to_run_it(name: str) -> None:
+    assert "flwr run ." in (EXAMPLES / name / "README.md").read_text()
