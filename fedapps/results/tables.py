@@ -178,7 +178,7 @@ class CompareRow:
         cells = {"method": self.label, "runs": str(self.runs) if whole else f"{self.completed} of {self.runs}"}
         if self.target is not None:
             mark = "+" if self.unreached else ""
-            cells[f"rounds to {self.target:g}"] = self._text(self.rounds_to_target, lambda x: f"{x:.4g}", mark)
+            cells[f"rounds to {self.target:g}"] = self._text(self.rounds_to_target, _rounds, mark)
         return cells | {
             "final accuracy": self._text(self.final, lambda x: f"{x:.4f}"),
             "best accuracy": self._text(self.best, lambda x: f"{x:.4f}"),
@@ -191,7 +191,7 @@ class CompareRow:
         if spread.n == 0:
             return "-"
         text = write(spread.mean) + mark
-        if spread.n > 1 and write(spread.std) != write(0.0):
+        if spread.n > 1 and write(spread.mean + spread.std) != write(spread.mean):  # visible at this precision
             text += f" ± {write(spread.std)}"
         return text if spread.n == self.runs else f"{text} (n={spread.n})"
 
@@ -217,6 +217,10 @@ class CompareRow:
         return data
 
 
+def _rounds(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -233,7 +237,8 @@ def to_rich(rows: Sequence[TableRow], title: str | None = None) -> Table:
     """
     table = Table(title=title)
     for column in rows[0].cells() if rows else ():
-        table.add_column(column, justify="left" if column in ("method", "task", "status") else "right")
+        left = column in ("method", "task", "status")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "method")
     for row in rows:
         table.add_row(*row.cells().values())
     return table
