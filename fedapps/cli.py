@@ -1,4 +1,4 @@
-"""The command line: ``fedapps run``, ``compare``, ``methods``, ``tasks`` and ``report``."""
+"""The command line: ``fedapps run``, ``compare``, ``advise``, ``methods``, ``tasks``, ``report``, ``replay``, ``journal``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import fedapps
+from fedapps.cli_journal import add_journal_commands
 from fedapps.errors import FedAppsError, SettingsError, explain
 from fedapps.methods import METHODS
-from fedapps.results.plots import plot_compare, plot_run
-from fedapps.results.report import compare_table, load_run, run_table
+from fedapps.results.personal import client_gains, client_table, personal_table
+from fedapps.results.plots import plot_compare, plot_gains, plot_run
+from fedapps.results.report import Run, compare_table, load_run, run_table
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.settings_file import from_toml
 from fedapps.results.summary import RunStatus
 from fedapps.results.tables import RunRow, to_csv, to_markdown, to_rich
 from fedapps.results.units import human_bytes, human_seconds
 from fedapps.settings import default_config
+from fedapps.simulation.advise import advise as advise_fedclup
 from fedapps.simulation.start import LOG, Ended, Engine, Start, start
 from fedapps.simulation.sweep import Trial
 from fedapps.simulation.sweep import compare as run_comparison
@@ -41,6 +44,16 @@ cli = typer.Typer(
 )
 
 DEFAULT_OUT = Path("runs")
+
+SHOWN_METRICS = (
+    ("validation-accuracy", "validation"), ("test-accuracy", "test"), ("test-loss", "test loss"),
+    ("test-statistical-error", "statistical error"), ("client-personal-test-accuracy", "personal models"),
+    ("client-personal-test-accuracy-worst-decile", "their worst tenth"),
+    ("client-global-test-accuracy", "global model on the same"),
+    ("client-personal-test-statistical-error", "statistical error of personal models"),
+    ("client-global-test-statistical-error", "of the global model"),
+)  # fmt: skip
+"""Metrics that a line of an evaluation shows, and what it calls them."""
 
 
 class Format(StrEnum):
@@ -198,17 +211,15 @@ def _progress(console: Console, values: Mapping[str, Any]) -> Iterator[Callable[
             elif row["phase"] == "evaluate":
                 train = last if last.get("round") == row["round"] else {}
                 console.print(_round_line(row, train), highlight=False, soft_wrap=True)
+            elif any(key in row for key, _ in SHOWN_METRICS):
+                console.print(_round_line(row, {}), highlight=False, soft_wrap=True)
 
         yield on_row
 
 
 def _round_line(row: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     parts = [f"round {row['round']:>3}"]
-    parts += [
-        f"{name} {float(row[key]):.4f}"
-        for key, name in (("validation-accuracy", "validation"), ("test-accuracy", "test"), ("test-loss", "test loss"))
-        if key in row
-    ]
+    parts += [f"{name} {float(row[key]):.4f}" for key, name in SHOWN_METRICS if key in row]
     if train:
         parts.append(f"{len(train['folded'])}/{len(train['sampled'])} clients")
         parts.append(f"down {human_bytes(train['payload-down'])}, up {human_bytes(train['payload-up'])}")
@@ -318,6 +329,30 @@ def _items(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
 
 
 @cli.command()
+def advise(
+    task: TaskOption = None,
+    clients: ClientsOption = 10,
+    partition: PartitionOption = None,
+    alpha: AlphaOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    device: DeviceOption = None,
+    data_dir: DataOption = None,
+) -> None:
+    """Say what FedCLUP should be set to on a task, from one cheap round of local fits."""
+    options = {
+        "task": task, "partition": partition, "alpha": alpha, "device": device,
+        "data-dir": str(data_dir.absolute()) if data_dir else None,
+    }  # fmt: skip
+    console = Console()
+    with _told(console):
+        advice = advise_fedclup(_gather(options, config, set_, None), clients)
+    for line in advice.lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"\nfedapps run --method fedclup --set fedclup.lambda={advice.report.lam:.4g} ...", highlight=False)
+
+
+@cli.command()
 def methods(
     format_: Annotated[Format, typer.Option("--format", help="How to print the list.")] = Format.TABLE,
 ) -> None:
@@ -364,7 +399,7 @@ def _show_list(rows: list[dict[str, str]], format_: Format) -> None:
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="DIR...")],
     target: Annotated[float | None, typer.Option(help="Accuracy for the rounds-to-target column.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for table.md, table.csv and the figure.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tables and figures.")] = None,
 ) -> None:
     """Turn one or several run folders into a table and a figure."""
     console = Console()
@@ -383,6 +418,26 @@ def report(
         if out is not None:
             (out / "table.md").write_text(to_markdown(rows), encoding="utf-8")
             (out / "table.csv").write_text(to_csv(rows), encoding="utf-8")
+        _report_personal(console, runs, place, write=out is not None)
+
+
+def _report_personal(console: Console, runs: list[Run], place: Path, *, write: bool) -> None:
+    """Report personal models, if the runs have any: a table, their clients, and the gains over the reference methods."""
+    rows = personal_table(runs)
+    if not rows:
+        return
+    console.print(to_rich(rows, "personal models on the clients' own test data"))
+    if write:
+        (place / "personal.md").write_text(to_markdown(rows), encoding="utf-8")
+        (place / "personal.csv").write_text(to_csv(rows), encoding="utf-8")
+        (place / "clients.csv").write_text(to_csv(client_table(runs)), encoding="utf-8")
+    gains = client_gains(runs)
+    if gains:
+        plot_gains(gains, place / "gains.png", quantity=rows[0].metric)
+        console.print(f"gains    {place / 'gains.png'}", highlight=False, soft_wrap=True)
+
+
+add_journal_commands(cli, _told)
 
 
 def main() -> None:

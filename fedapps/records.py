@@ -5,12 +5,21 @@ direction   record           content
 ==========  ===============  =======================================================================================
 down        ``arrays``       the model: trainable parameters, then buffers, each by name
 down        ``config``       round, experiment, learning rate in force, last folded round of this client, ...
-up          ``arrays``       trainable tensors after local training; FedPM: only those without a curvature block
+up          ``arrays``       trainable tensors after local training; FedPM: only those without a curvature
+                             block; FedCLUP: personal ones as the change of ``w - w_i``; LocalTrain: none
 up          ``buffers``      buffers after local training (absent if the model has none)
 up          ``products``     FedPM: layer -> ``M = (W_i - W) P``, shape (rows, width)
-up          ``curvature``    FedPM: layer -> upper triangle of ``P``, shape (width (width + 1) / 2,)
-up          ``layout``       FedPM: which parameters each block covers, as JSON
-up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``
+up          ``curvature``    FedPM: layer -> upper triangle of ``P``, shape (width (width + 1) / 2,), or another form of
+                             `fedapps.curvature.blocks`
+up          ``layout``       FedPM: which parameters each block covers, as JSON; ``wire`` = ``bfloat16`` if ``P`` is in that
+                             (as uint16), and ``factors``, layer -> rows of its factor, if some travel so
+down        ``journal``      scalar-only methods: rounds of the journal as in `fedapps.zeroth_order.wire`, and
+                             ``base`` (fingerprint of the first model), ``next-first-step`` and ``next-mu``
+up          ``scalars``      scalar-only methods: ``values`` (float32, ``tau`` rows of ``P``), ``server-round``, and
+                             ``fingerprint`` of the client's replica; or ``need-from``, a round, from a client whose
+                             journal is lost
+up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``; ``store-lost`` from a client that has
+                             lost what it kept over rounds, ``rebuilt`` from one whose replica went astray
 ==========  ===============  =======================================================================================
 
 ``arrays``, ``config``, ``metrics`` and ``num-examples`` are Flower's own default names, so a client written for
@@ -34,10 +43,17 @@ METRICS = "metrics"
 PRODUCTS = "products"
 CURVATURE = "curvature"
 LAYOUT = "layout"
+WIRE = "wire"
+FACTORS = "factors"
 NODE = "node"
+JOURNAL = "journal"
+SCALARS = "scalars"
 
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server-round"
+STORE_LOST = "store-lost"
+NEED_FROM = "need-from"
+REBUILT = "rebuilt"
 
 Arrays = dict[str, np.ndarray]
 """Tensors by name, in the order of the model."""
@@ -276,8 +292,13 @@ def payload_bytes(content: RecordDict) -> dict[str, int]:
     """
     return {
         name: sum(int(np.prod(a.shape, dtype=np.int64)) * np.dtype(a.dtype).itemsize for a in record.values())
-        for name, record in content.array_records.items()
+        for name, record in _array_records(content).items()
     }
+
+
+def _array_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    # Flower's property of that name makes a reference cycle, which keeps the message in memory until the next collection.
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
 def check_size(content: RecordDict, limit_mb: float) -> None:
@@ -295,7 +316,7 @@ def check_size(content: RecordDict, limit_mb: float) -> None:
         return
     sizes = {
         f"{record}/{name}": int(np.prod(a.shape, dtype=np.int64)) * np.dtype(a.dtype).itemsize
-        for record, arrays in content.array_records.items()
+        for record, arrays in _array_records(content).items()
         for name, a in arrays.items()
     }
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]

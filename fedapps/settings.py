@@ -81,7 +81,7 @@ class Settings:
     fraction_train: float = setting(1.0, "share of the clients sampled in a round (at least one)", above=0, maximum=1)
     weighting: str = setting(AUTO, "weights p_i of the clients", choices=("examples", "uniform"))
     local_epochs: int = setting(AUTO, "passes over a client's data in a round", minimum=1)
-    local_steps: int = setting(0, "local steps K in a round; 0 = count local-epochs instead", minimum=0)
+    local_steps: int = setting(AUTO, "local steps K in a round; 0 = count local-epochs instead", minimum=0)
     batch_size: int = setting(AUTO, "examples in a batch; 0 = all of a client's", minimum=0)
     lr: float = setting(AUTO, "client learning rate eta", above=0)
     lr_schedule: str = setting(
@@ -93,22 +93,22 @@ class Settings:
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
     compute_threads: int = setting(1, "threads of torch and BLAS in every handler", minimum=1)
     partition: str = setting(
-        "dirichlet",
+        AUTO,
         "how the training data is split: dirichlet, iid, classes (k a client) or column",
         choices=("dirichlet", "iid", "classes", "column"),
     )
     alpha: float = setting(0.1, "concentration of the Dirichlet split", above=0)
     classes_per_client: int = setting(2, "classes a client for partition = classes", minimum=1)
-    partition_column: str = setting("", "column whose values are the clients, for partition = column")
+    partition_column: str = setting(AUTO, "column whose values are the clients, for partition = column")
     partition_min_size: int = setting(1, "least examples a client of the Dirichlet split", minimum=1)
     validation_fraction: float = setting(
         AUTO, "share of the training data kept on the server for validation", minimum=0, maximum=0.9
     )
     client_validation_fraction: float = setting(
-        0.0, "share of a client's data kept for validation on the client", minimum=0, maximum=0.9
+        AUTO, "share of a client's data kept for validation on the client", minimum=0, maximum=0.9
     )
     client_test_fraction: float = setting(
-        0.0, "share of a client's data kept for testing on the client", minimum=0, maximum=0.9
+        AUTO, "share of a client's data kept for testing on the client", minimum=0, maximum=0.9
     )
     evaluate_every: int = setting(
         1,
@@ -116,8 +116,8 @@ class Settings:
         minimum=0,
     )
     client_evaluation: str = setting(
-        "none",
-        "when clients evaluate the global model: none, last or every round",
+        AUTO,
+        "when clients evaluate the global model, and their personal one if they have it: none, last or every round",
         choices=("none", "last", "every"),
     )
     data_dir: str = setting("", "folder with data files; empty = the environment variable FEDAPPS_DATA")
@@ -143,6 +143,23 @@ class Settings:
     own: Any = None
     """The settings of the method: an instance of the class that its registry row names, or None."""
 
+    @property
+    def exports(self) -> bool:
+        """Whether clients write their personal models after the last round."""
+        return bool(getattr(self.own, "export", False))
+
+    def clients_evaluate(self, server_round: int) -> bool:
+        """Tell whether clients evaluate after a round.
+
+        Args:
+            server_round: The round.
+
+        Returns:
+            Whether they do; after the last round also if they are to write their personal models.
+        """
+        last = server_round == self.num_server_rounds
+        return self.client_evaluation == "every" or (last and (self.client_evaluation == "last" or self.exports))
+
 
 def keys_of(cls: type, group: str = "") -> dict[str, Key]:
     """List the keys that a settings class declares.
@@ -158,7 +175,8 @@ def keys_of(cls: type, group: str = "") -> dict[str, Key]:
     prefix = f"{group}." if group else ""
     return {
         f.name: Key(
-            name=prefix + f.name.replace("_", "-"),
+            # A field whose key is a word of Python, such as `lambda`, has an underscore at its end.
+            name=prefix + f.name.rstrip("_").replace("_", "-"),
             kind=hints[f.name],
             **f.metadata,
         )

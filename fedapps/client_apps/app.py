@@ -6,6 +6,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 import fedapps
+from fedapps.client_apps.personal_models import evaluate_model
 from fedapps.client_apps.work import Node, unpack_work
 from fedapps.compute import choose_device, pinned
 from fedapps.methods import get_method, resolve_settings
@@ -40,8 +41,15 @@ def query(message: Message, context: Context) -> Message:
             method=settings.method,
             device="cpu" if task.kind == "convex" else choose_device(settings.device),
             preconditioned=method.preconditioned(task),
+            kernel=_kernel(settings.device) if method.replicas else "",
         )
     return Message(RecordDict({NODE: facts.to_record()}), reply_to=message)
+
+
+def _kernel(device: str) -> str:
+    from fedapps.zeroth_order.dispatch import kernel_checksum  # other methods need no kernels
+
+    return kernel_checksum(choose_device(device))
 
 
 @app.train()
@@ -64,7 +72,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the model on this client's own validation and test data.
+    """Evaluate the global model, and the personal one of methods that have it, on this client's own held-out data.
 
     Args:
         message: The model and the round's config.
@@ -74,11 +82,8 @@ def evaluate(message: Message, context: Context) -> Message:
         Metrics; ``num-examples`` is the number of test examples, and 0 leaves the client out of the means.
     """
     work = unpack_work(message, context)
+    evaluate_with = get_method(work.settings.method).load_evaluate() or evaluate_model
     with pinned(work.settings.compute_threads):
-        metrics = {
-            f"{split}-{name}": value
-            for split, data in (("validation", work.data.validation), ("test", work.data.test))
-            for name, value in work.task.evaluate(work.arrays, data).items()
-        }
+        metrics = evaluate_with(work)
     record = MetricRecord({NUM_EXAMPLES: len(work.data.test), **metrics})
     return Message(RecordDict({METRICS: record}), reply_to=message)

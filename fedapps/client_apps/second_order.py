@@ -8,25 +8,30 @@ with the full Hessian for convex tasks and FOOF blocks for torch models (arXiv 2
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedapps.client_apps.first_order import reply
 from fedapps.client_apps.work import ClientWork
-from fedapps.curvature.layout import Block, BlockSpec, Layout
+from fedapps.compute import generator
+from fedapps.curvature.blocks import Block, WireDtype, triangle_block
+from fedapps.curvature.layout import BlockSpec, Layout
 from fedapps.curvature.newton import NewtonSteps, newton_steps
-from fedapps.curvature.packing import pack_upper
 from fedapps.records import (
     ARRAYS,
     BUFFERS,
     CURVATURE,
+    FACTORS,
     LAYOUT,
     METRICS,
     NUM_EXAMPLES,
     PRODUCTS,
+    WIRE,
     Arrays,
     pack_arrays,
     unpack_arrays,
@@ -71,13 +76,15 @@ def train_fedpm(work: ClientWork) -> RecordDict:
     """
     if isinstance(work.task, ConvexTask):
         steps, loss = _newton(work, work.task)
-        product = (steps.theta - work.arrays[WEIGHTS])[None] @ steps.P
-        block = Block(BlockSpec(WEIGHTS, (WEIGHTS,), 1, len(steps.theta)), pack_upper(steps.P), product)
-        return _blocks_reply([block], Layout((block.spec,)), {}, {}, work.metrics(train_loss=loss))
-    trained = _train_with_foof(work)
+        spec = BlockSpec(WEIGHTS, (WEIGHTS,), 1, len(steps.theta))
+        delta = (steps.theta - work.arrays[WEIGHTS])[None]
+        block = triangle_block(spec, [steps.P], delta, WireDtype(work.settings.own.wire))
+        return _blocks_reply([block], Layout((spec,)), {}, {}, work.metrics(train_loss=loss))
+    trained = _train_with_foof(work, factor_min_rows=work.settings.own.factor_min_rows)
+    blocks = trained.foof.blocks(WireDtype(work.settings.own.wire))
     trainable, buffers = _others(trained.model, trained.foof.layout)
     metrics = work.metrics(train_loss=trained.loss)
-    return _blocks_reply(trained.foof.blocks(), trained.foof.layout, trainable, buffers, metrics)
+    return _blocks_reply(blocks, trained.foof.layout, trainable, buffers, metrics)
 
 
 def train_localnewton(work: ClientWork) -> RecordDict:
@@ -119,7 +126,7 @@ class _Trained(NamedTuple):
     loss: float
 
 
-def _train_with_foof(work: ClientWork) -> _Trained:
+def _train_with_foof(work: ClientWork, *, factor_min_rows: int = 0) -> _Trained:
     """Take the round's steps with FOOF blocks."""
     from fedapps.client_apps.torch_training import losses_of, prepare_model
     from fedapps.curvature.foof import Estimate, FoofPreconditioner
@@ -128,12 +135,37 @@ def _train_with_foof(work: ClientWork) -> _Trained:
     own = work.settings.own
     model = prepare_model(work, task)
     foof = FoofPreconditioner(
-        model, damping=own.damping, estimate=Estimate(own.estimate), decay=own.decay, where=work.where
+        model,
+        damping=own.damping,
+        estimate=Estimate(own.estimate),
+        decay=own.decay,
+        refresh=own.refresh,
+        max_rows=own.max_rows,
+        max_width=own.max_width,
+        factor_min_rows=factor_min_rows,
+        seed=int(generator(work.settings.seed, work.server_round, work.node.partition, 2).integers(2**63)),
+        where=work.where,
     )
     with foof:
+        if own.estimate == Estimate.FULL_PASS:
+            _pass_over_examples(work, task, model, foof)
         loss = losses_of(work, task, model, lambda: foof.step(work.lr))
     _warn_damping(work, foof.added_damping)
     return _Trained(model, foof, loss)
+
+
+def _pass_over_examples(work: ClientWork, task: TorchTask, model: nn.Module, foof: FoofPreconditioner) -> None:
+    """Show all of the client's examples to the preconditioner, in order."""
+    from fedapps.client_apps.torch_training import batch_norm_fits
+
+    n = work.num_examples
+    size = min(work.settings.batch_size or n, n)
+    random = work.augmentation()
+    with foof.full_pass():
+        for start in range(0, n, size):
+            batch = task.augment(work.data.train.take(np.arange(start, min(start + size, n))), random)
+            with batch_norm_fits(model, len(batch)):
+                task.loss(model, *task.tensors(batch, work.device))
 
 
 def _warn_damping(work: ClientWork, added: Mapping[str, float]) -> None:
@@ -160,13 +192,23 @@ def _blocks_reply(
             ARRAYS: pack_arrays(trainable),
             PRODUCTS: pack_arrays({block.spec.layer: block.product for block in blocks}),
             CURVATURE: pack_arrays({block.spec.layer: block.curvature for block in blocks}),
-            LAYOUT: ConfigRecord({LAYOUT: layout.to_json()}),
+            LAYOUT: ConfigRecord({LAYOUT: layout.to_json(), **_form(blocks)}),
             METRICS: metrics,
         }
     )
     if buffers:
         content[BUFFERS] = pack_arrays(buffers)
     return content
+
+
+def _form(blocks: Sequence[Block]) -> dict[str, str]:
+    """Tag the form in which ``P`` travels, where it is not the plain one."""
+    tags = {}
+    if any(block.curvature.dtype == np.uint16 for block in blocks):
+        tags[WIRE] = str(WireDtype.BFLOAT16)
+    if factors := {block.spec.layer: block.factor_rows for block in blocks if block.factor_rows}:
+        tags[FACTORS] = json.dumps(factors)
+    return tags
 
 
 # For clients of one's own ---------------------------------------------------------------------------------
@@ -192,13 +234,21 @@ def received_model(model: nn.Module, message: Message) -> nn.Module:
     return model
 
 
-def fedpm_reply(foof: FoofPreconditioner, model: nn.Module, *, num_examples: int, **metrics: float) -> RecordDict:
+def fedpm_reply(
+    foof: FoofPreconditioner,
+    model: nn.Module,
+    *,
+    num_examples: int,
+    wire: WireDtype = WireDtype.FLOAT32,
+    **metrics: float,
+) -> RecordDict:
     """Pack the reply of a client that trained with `FoofPreconditioner` in a loop of its own.
 
     Args:
         foof: The preconditioner after the round's last step.
         model: The model that it stepped.
         num_examples: Examples that the client trained on.
+        wire: In which numbers ``P`` travels.
         **metrics: Further metrics, with ``_`` for ``-``.
 
     Returns:
@@ -206,4 +256,4 @@ def fedpm_reply(foof: FoofPreconditioner, model: nn.Module, *, num_examples: int
     """
     values: dict[str, Any] = {name.replace("_", "-"): float(value) for name, value in metrics.items()}
     record = MetricRecord({NUM_EXAMPLES: num_examples, **values})
-    return _blocks_reply(foof.blocks(), foof.layout, *_others(model, foof.layout), record)
+    return _blocks_reply(foof.blocks(wire), foof.layout, *_others(model, foof.layout), record)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,22 +19,29 @@ if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
 
 
-def prepare_model(work: ClientWork, task: TorchTask) -> nn.Module:
-    """Build the model with the parameters that the server sent, and seed torch for the round.
+def prepare_model(work: ClientWork, task: TorchTask, arrays: Arrays | None = None) -> nn.Module:
+    """Build the model that training starts from, and seed torch for the round.
 
     Args:
         work: The round.
         task: The task.
+        arrays: Its parameters and buffers; None for those that the server sent.
 
     Returns:
         The model, on the client's device, in training mode.
     """
-    model = task.module(work.arrays, work.device)
+    model = task.module(work.arrays if arrays is None else arrays, work.device)
     torch.manual_seed(work.torch_seed)
     return model.train()
 
 
-def losses_of(work: ClientWork, task: TorchTask, model: nn.Module, step: Callable[[], object]) -> float:
+def losses_of(
+    work: ClientWork,
+    task: TorchTask,
+    model: nn.Module,
+    step: Callable[[], object],
+    batches: Iterable[np.ndarray] | None = None,
+) -> float:
     """Run the batches of a round: forward, backward, step.
 
     Args:
@@ -41,6 +49,7 @@ def losses_of(work: ClientWork, task: TorchTask, model: nn.Module, step: Callabl
         task: The task.
         model: The model; gradients are cleared before each backward pass.
         step: Takes one step from the gradients that are in the model.
+        batches: Indices of the batches; None for those of the round.
 
     Returns:
         Mean loss over the examples of the round, each batch at the parameters before its step.
@@ -49,8 +58,9 @@ def losses_of(work: ClientWork, task: TorchTask, model: nn.Module, step: Callabl
         TaskError: The loss is not finite.
     """
     total, seen = 0.0, 0
-    for k, indices in enumerate(work.batches()):
-        inputs, targets = task.tensors(work.data.train.take(indices), work.device)
+    random = work.augmentation()
+    for k, indices in enumerate(work.batches() if batches is None else batches):
+        inputs, targets = task.tensors(task.augment(work.data.train.take(indices), random), work.device)
         model.zero_grad(set_to_none=True)
         with batch_norm_fits(model, len(indices)):
             loss = task.loss(model, inputs, targets)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord
@@ -93,6 +93,8 @@ class ClientWork:
         last_folded: Last round in which the server folded this client's reply; 0 if none.
         experiment: Identity of the experiment.
         run_dir: The run folder as the server names it; it may lie on another machine.
+        config: All entries of the message's config, those of one method included.
+        records: The message's config records by name, those of one method included.
     """
 
     settings: Settings
@@ -105,6 +107,8 @@ class ClientWork:
     last_folded: int
     experiment: str
     run_dir: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -137,23 +141,31 @@ class ClientWork:
         """Seed of torch's generator for this round of this client."""
         return int(generator(self.settings.seed, self.server_round, self.node.partition, 1).integers(2**63))
 
-    def batches(self) -> Iterator[np.ndarray]:
+    def augmentation(self) -> np.random.Generator:
+        """Open the random stream from which this round of this client augments its batches."""
+        return generator(self.settings.seed, self.server_round, self.node.partition, 3)
+
+    def batches(self, examples: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """Draw the batches of the round.
 
         Every epoch is a new permutation; the last batch of an epoch may be smaller, and a client with fewer examples than
         a batch takes all of them.
 
+        Args:
+            examples: Indices of the examples to draw from, for as many steps as with all; None for all.
+
         Yields:
             Indices into the client's training data, shape (examples in the batch,).
         """
-        n = self.num_examples
+        n = self.num_examples if examples is None else len(examples)
         size = min(self.settings.batch_size or n, n)
         random = generator(self.settings.seed, self.server_round, self.node.partition, 0)
-        steps_left = self.settings.local_steps or self.settings.local_epochs * -(-n // size)
+        steps_left = self.num_steps
         while True:
             order = random.permutation(n)
             for start in range(0, n, size):
-                yield order[start : start + size]
+                batch = order[start : start + size]
+                yield batch if examples is None else examples[batch]
                 steps_left -= 1
                 if steps_left == 0:
                     return
@@ -210,6 +222,8 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
         last_folded=int(_entry(config, "last-folded")),
         experiment=str(config.get("experiment", "")),
         run_dir=str(config.get("run-dir", "")),
+        config=dict(config),
+        records=dict(message.content.config_records),
     )
 
 

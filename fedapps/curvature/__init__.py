@@ -1,17 +1,20 @@
 """Second-order mathematics: curvature blocks, local Newton-type steps, and mixing on the server. Knows no Flower.
 
-==============  ==============================================================================  ======
-module          subject                                                                         torch
-==============  ==============================================================================  ======
-``foof``        FOOF blocks and local steps of a torch model                                    yes
-``layers``      layer types that have a block, and how to add one                               yes
-``newton``      full-Hessian steps of a convex model                                            no
-``logistic``    L2-regularised logistic regression                                              no
-``layout``      which parameters share a block, and a block as one matrix                       no
-``mixing``      preconditioned mixing and weighted means from running sums                      no
-``packing``     a symmetric matrix as its upper triangle                                        no
-``solve``       Cholesky with rising damping                                                    no
-==============  ==============================================================================  ======
+================  ==============================================================================  ======
+module            subject                                                                         torch
+================  ==============================================================================  ======
+``foof``          FOOF blocks and local steps of a torch model                                    yes
+``gram``          a covariance as rows or as matrix, and dividing by it                           yes
+``layers``        layer types that have a block, and how to add one                               yes
+``convolutions``  rows of convolutions, and their covariance without unfolding                    yes
+``blocks``        what a client sends for a block, in every form                                  no
+``newton``        full-Hessian steps of a convex model                                            no
+``logistic``      L2-regularised logistic regression                                              no
+``layout``        which parameters share a block, and a block as one matrix                       no
+``mixing``        preconditioned mixing and weighted means from running sums                      no
+``packing``       a symmetric matrix as its upper triangle                                        no
+``solve``         Cholesky with rising damping                                                    no
+================  ==============================================================================  ======
 
 The names below are loaded on first use, so that a server that only mixes imports no torch.
 """
@@ -22,17 +25,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedapps.curvature.foof import Estimate, FoofPreconditioner, covariance, precondition
+    from fedapps.curvature.blocks import Block, WireDtype, check_block
+    from fedapps.curvature.foof import Estimate, FoofPreconditioner
+    from fedapps.curvature.gram import covariance, precondition
     from fedapps.curvature.layers import model_layout, register_layer
-    from fedapps.curvature.layout import (
-        Block,
-        BlockSpec,
-        Layout,
-        check_block,
-        from_matrix,
-        layout_from_json,
-        to_matrix,
-    )
+    from fedapps.curvature.layout import BlockSpec, Layout, from_matrix, layout_from_json, to_matrix
     from fedapps.curvature.logistic import LogisticRegression
     from fedapps.curvature.mixing import (
         BlockSums,
@@ -49,9 +46,11 @@ if TYPE_CHECKING:
     from fedapps.curvature.solve import solve_spd
 
 _MODULES = {
-    "foof": ("Estimate", "FoofPreconditioner", "covariance", "precondition"),
+    "blocks": ("Block", "WireDtype", "check_block"),
+    "foof": ("Estimate", "FoofPreconditioner"),
+    "gram": ("covariance", "precondition"),
     "layers": ("model_layout", "register_layer"),
-    "layout": ("Block", "BlockSpec", "Layout", "check_block", "from_matrix", "layout_from_json", "to_matrix"),
+    "layout": ("BlockSpec", "Layout", "from_matrix", "layout_from_json", "to_matrix"),
     "logistic": ("LogisticRegression",),
     "mixing": (
         "BlockSums",
@@ -79,6 +78,7 @@ __all__ = [
     "LogisticRegression",
     "Objective",
     "TensorSums",
+    "WireDtype",
     "add_block",
     "add_mean",
     "check_block",

@@ -9,34 +9,39 @@ symbol            identifier        shape                 meaning
 ================  ================  ====================  ==============================================================
 ``a_r``           ``rows``          (R, width)            inputs of the layer: examples and positions, a trailing 1 for
                                                           the bias (`fedapps.curvature.layers`)
-``A``             ``A``             (width, width)        their mean outer product
-``P``             ``P``             (width, width)        what the step divides by, and what travels
+``A``             ``A``             (width, width)        their mean outer product (`fedapps.curvature.gram`)
+``P``             ``divisors``      (width, width)        what the step divides by, and what travels
 ``W``, ``G``      ``W``, ``G``      (out, width)          weight and gradient, bias as last column
 ``M``             ``product``       (out, width)          ``(W_i - W) P`` of the whole round, which travels
 ================  ================  ====================  ==============================================================
 
-Every parameter without a block takes a plain gradient step. Blocks are float32, for half-precision models too, or float64 if
-the model is.
+A layer with groups has one ``P`` for each, and a layer wider than ``max_width`` a block-diagonal one. Every parameter without
+a block takes a plain gradient step, as does a layer that had a gradient before it had an input. Blocks are float32, for
+half-precision models too, or float64 if the model is.
 
-Departures from the paper: the exponential average `Estimate.AVERAGE`, and damping that rises when a factorisation fails;
-it is then part of the ``P`` that travels.
+Departures from the paper, which is ``estimate = last-batch``, ``refresh = 1``, ``max_rows = 0``, ``max_width = 0``: the other
+estimates; a ``P`` that is kept for several steps; a sample of the rows; and damping that rises when a factorisation fails,
+which is then part of the ``P`` that travels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fedapps.curvature.layers import input_rows, model_layout
-from fedapps.curvature.layout import Block, BlockSpec, Layout
-from fedapps.curvature.packing import pack_upper
-from fedapps.curvature.solve import PIVOT_MARGIN, damping_ladder, not_definite, not_finite
+from fedapps.curvature.blocks import Block, WireDtype, factor_block, identity_block, triangle_block
+from fedapps.curvature.gram import Divisor, Gram, cheaper_through_rows, divide, factorise, widened
+from fedapps.curvature.layers import count_rows, input_moment, input_rows, model_layout
+from fedapps.curvature.layout import BlockSpec, Layout
+from fedapps.curvature.solve import not_finite
 from fedapps.errors import explain
 
 
@@ -46,98 +51,41 @@ class Estimate(StrEnum):
     LAST_BATCH = "last-batch"
     """The batch of the step (arXiv 2511.09100)."""
     AVERAGE = "average"
-    """Exponential average over the round's batches, ``A <- decay A + (1 - decay) A_batch``. It starts at the first batch's
-    ``A``, so its weights add up to 1 and no bias correction is needed. Every batch counts alike, whatever its size."""
-
-
-class Preconditioned(NamedTuple):
-    """What `precondition` gives.
-
-    Attributes:
-        update: ``G (P + d I)^-1``, ``(out, width)``.
-        P: ``P + d I``, ``(width, width)``.
-        added_damping: ``d``; 0 almost always.
-    """
-
-    update: torch.Tensor
-    P: torch.Tensor
-    added_damping: float
-
-
-def covariance(rows: torch.Tensor) -> torch.Tensor:
-    r"""Compute the uncentred covariance :math:`A = \frac1R \sum_r a_r a_r'`.
-
-    Args:
-        rows: ``(R, width)``, at least one.
-
-    Returns:
-        ``(width, width)``, symmetric, in float32 or better.
-    """
-    rows = _widened(rows)
-    return rows.T @ rows / len(rows)
-
-
-def precondition(G: torch.Tensor, P: torch.Tensor, *, where: str) -> Preconditioned:
-    """Divide a gradient by a block: ``G (P + d I)^-1`` with the smallest ``d`` of `damping_ladder` that can be factorised.
-
-    Args:
-        G: ``(out, width)``.
-        P: ``(width, width)``; symmetrised before use.
-        where: Layer and client, for messages.
-
-    Returns:
-        The update, and the matrix that it was divided by, in float32 or better.
-
-    Raises:
-        CurvatureError: An input is not finite, or ``P`` is not positive definite even with the last damping of the ladder.
-    """
-    G, P = _widened(G), _widened(P)
-    if not (torch.isfinite(G).all() and torch.isfinite(P).all()):
-        raise not_finite(where)
-    P = (P + P.T) / 2
-    mean_diagonal = float(P.diagonal().mean())
-    for damping in damping_ladder(mean_diagonal, torch.finfo(P.dtype).eps):
-        damped = _add_to_diagonal(P, damping)
-        factor = _cholesky(damped)
-        if factor is not None:
-            update = torch.cholesky_solve(G.T.to(P.dtype), factor).T
-            if torch.isfinite(update).all():
-                return Preconditioned(update, damped, damping)
-    raise not_definite(where, mean_diagonal, is_zero=not P.any())
-
-
-def _cholesky(P: torch.Tensor) -> torch.Tensor | None:
-    """Give the lower factor, or None for a block that counts as singular, as in `fedapps.curvature.solve`."""
-    factor, failed = torch.linalg.cholesky_ex(P)
-    if failed:
-        return None
-    scale = P.diagonal().rsqrt()
-    rounding = PIVOT_MARGIN * torch.finfo(P.dtype).eps * torch.linalg.norm(scale[:, None] * P * scale)
-    return factor if (factor.diagonal() * scale).min().square() > rounding else None
+    """Exponential average over the round's batches, ``A <- d A + (1 - d) A_batch`` with ``d = decay^k`` after ``k`` steps. It
+    starts at the first batch's ``A``, so its weights add up to 1 and no bias correction is needed. Every batch counts alike,
+    whatever its size."""
+    FULL_PASS = "full-pass"
+    """All forward passes inside `FoofPreconditioner.full_pass`, before the first step; used in every step."""
 
 
 @dataclass(eq=False)
 class _LayerState:
-    """What is known of one layer during a round.
+    """What is known of one layer during a round. Lists have an entry for each piece that its width is cut into.
 
     Attributes:
         spec: Its block.
         module: The layer.
         initial: Its parameters as they were sent out, ``(out, width)``.
-        moment: Sum over the rows since the last step of their outer products, ``(width, width)``, or None.
-        num_rows: Rows since the last step.
-        A: The estimate that the next step uses, or None before the first batch.
-        P: What the last step divided by, or None before the first step.
+        pending: Sums over the rows since the last estimate; empty without any.
+        num_rows: Rows in them.
+        A: The estimate that the next step uses; empty before the first batch.
+        divisors: What the last step divided by, factorised; empty before the first step with a block.
+        estimated_at: Number of the step at which ``A`` was estimated.
+        stale: Whether ``A`` is newer than ``divisors``.
+        took_plain_step: Whether it took a step without a block.
         added_damping: The largest damping that a step needed beyond the one asked for.
     """
 
     spec: BlockSpec
     module: nn.Module
     initial: torch.Tensor
-    moment: torch.Tensor | None = None
+    pending: list[Gram] = field(default_factory=list)
     num_rows: int = 0
-    A: torch.Tensor | None = None
-    P: torch.Tensor | None = None
+    A: list[Gram] = field(default_factory=list)
+    divisors: list[Divisor] = field(default_factory=list)
+    estimated_at: int = 0
+    stale: bool = False
+    took_plain_step: bool = False
     added_damping: float = 0.0
 
 
@@ -149,14 +97,20 @@ class FoofPreconditioner:
     passes add nothing. On exit no hook is left on the model.
 
     Args:
-        model: The model.
+        model: The model, on any device.
         damping: Added to the diagonal of every block, >= 0.
         estimate: From which batches ``A`` is estimated.
-        decay: Weight of the past in the exponential average, in [0, 1).
+        decay: Weight of the past in the exponential average, for each step, in [0, 1).
+        refresh: Steps that use one ``A`` and its factorisation; the batches of the steps between are not looked at.
+        max_rows: Rows of one forward call of a layer that are used, a random sample without replacement; 0 uses all.
+        max_width: A wider layer is cut into diagonal blocks of at most this width; 0 leaves every layer whole.
+        factor_min_rows: Send a block that comes from fewer rows than its width, and from at least this many, as its triangular
+            factor (see `fedapps.curvature.blocks`); 0 sends none so.
+        seed: Seed of the sample of rows.
         where: Whose steps, for messages, such as ``"client 3"``.
 
     Raises:
-        ValueError: ``damping`` or ``decay`` is out of range.
+        ValueError: An argument is out of range.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -176,14 +130,19 @@ class FoofPreconditioner:
         damping: float,
         estimate: Estimate = Estimate.LAST_BATCH,
         decay: float = 0.9,
+        refresh: int = 1,
+        max_rows: int = 0,
+        max_width: int = 0,
+        factor_min_rows: int = 0,
+        seed: int = 0,
         where: str = "",
     ) -> None:
-        if not damping >= 0 or not 0 <= decay < 1:
+        if not damping >= 0 or not 0 <= decay < 1 or refresh < 1 or min(max_rows, max_width, factor_min_rows) < 0:
             raise ValueError(
                 explain(
                     "FOOF",
-                    expected="damping >= 0 and decay in [0, 1)",
-                    got=f"{damping} and {decay}",
+                    expected="damping >= 0 and decay in [0, 1), refresh >= 1, and limits >= 0",
+                    got=f"{damping} and {decay}, {refresh}, and {max_rows}, {max_width}, {factor_min_rows}",
                     do="correct the settings",
                 )
             )
@@ -191,17 +150,24 @@ class FoofPreconditioner:
         self._damping = damping
         self._estimate = estimate
         self._decay = decay
+        self._refresh = refresh
+        self._max_rows = max_rows
+        self._factor_min_rows = factor_min_rows
+        # A generator of its own, on the CPU: sampling rows changes neither dropout nor what a GPU draws.
+        self._random = torch.Generator().manual_seed(seed)
         self._where = where
-        self._layout = model_layout(model)
+        self._layout = model_layout(model, max_width=max_width)
         self._layers: list[_LayerState] = []
         self._hooks: list[RemovableHandle] = []
+        self._num_steps = 0
+        self._in_full_pass = False
 
     def __enter__(self) -> Self:
         """Note the model that was sent out, and start to collect."""
         for spec in self._layout.blocks:
             state = _LayerState(spec, self._model.get_submodule(spec.layer), _matrix(spec, self._parameters(spec)))
             self._layers.append(state)
-            self._hooks.append(state.module.register_forward_hook(_collector(state), with_kwargs=True))
+            self._hooks.append(state.module.register_forward_hook(self._collector(state), with_kwargs=True))
         return self
 
     def __exit__(
@@ -210,6 +176,29 @@ class FoofPreconditioner:
         """Remove every hook."""
         while self._hooks:
             self._hooks.pop().remove()
+
+    @contextmanager
+    def full_pass(self) -> Iterator[None]:
+        """Estimate ``A`` from all forward passes inside, for every step of the round (`Estimate.FULL_PASS`).
+
+        The passes run without gradients, in training mode, so that the rows are those of training. Buffers (running
+        statistics) and the random generators are put back afterwards.
+
+        Yields:
+            Nothing.
+        """
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        devices = sorted({p.device.index or 0 for p in self._model.parameters() if p.device.type == "cuda"})
+        self._in_full_pass = True
+        try:
+            with torch.random.fork_rng(devices), torch.no_grad():
+                yield
+        finally:
+            self._in_full_pass = False
+            for name, buffer in self._model.named_buffers():
+                buffer.data.copy_(buffers[name])
+        for state in self._layers:
+            self._estimate_block(state)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -227,63 +216,169 @@ class FoofPreconditioner:
         preconditioned: set[str] = set()
         for state in self._layers:
             self._estimate_block(state)
-            if state.A is not None and self._step_block(state, lr):
+            if self._step_block(state, lr):
                 preconditioned.update(state.spec.parameters)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None and name not in preconditioned:
                 if not torch.isfinite(parameter.grad).all():
                     raise not_finite(self._place(f"parameter '{name}'"))
-                _subtract(parameter, lr * _widened(parameter.grad))
+                _subtract(parameter, lr * widened(parameter.grad))
+        self._num_steps += 1
+
+    # Statistics ------------------------------------------------------------------------------
+
+    def _collector(self, state: _LayerState) -> Any:
+        def collect(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+            if not module.training or not self._collects(state):
+                return
+            x = args[0] if args else next(iter(kwargs.values()))
+            # Under autocast the product would be taken in half precision.
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                self._collect(state, x)
+
+        return collect
+
+    def _collects(self, state: _LayerState) -> bool:
+        if self._in_full_pass or self._estimate is Estimate.FULL_PASS:
+            return self._in_full_pass
+        # A layer that was not used when the others were estimated is estimated at its first use.
+        return torch.is_grad_enabled() and (self._num_steps % self._refresh == 0 or not state.A)
+
+    def _collect(self, state: _LayerState, x: torch.Tensor) -> None:
+        """Add the rows of one forward call."""
+        spec, count = state.spec, count_rows(state.module, x)
+        if count == 0:
+            return
+        chosen = None
+        if 0 < self._max_rows < count:
+            chosen = torch.randperm(count, generator=self._random)[: self._max_rows].sort().values.to(x.device)
+        elif not spec.cut and not self._keeps_rows(state, 0, count):
+            moment = input_moment(state.module, x)
+            if moment is not None:
+                self._add(state, [Gram.of_matrix(moment)], count)
+                return
+        rows = input_rows(state.module, x, chosen)
+        self._add(state, [Gram.of_rows(rows[:, :, columns]) for columns in spec.columns], rows.shape[1])
+
+    def _add(self, state: _LayerState, sums: list[Gram], count: int) -> None:
+        joined = [old.plus(new) for old, new in zip(state.pending, sums, strict=True)] if state.pending else sums
+        state.pending = [self._compact(state, piece, gram) for piece, gram in enumerate(joined)]
+        state.num_rows += count
+
+    def _keeps_rows(self, state: _LayerState, piece: int, num_rows: int) -> bool:
+        """Whether a piece of a layer is kept as rows rather than as matrix."""
+        columns = state.spec.columns[piece]
+        width, out = columns.stop - columns.start, state.spec.rows // state.spec.groups
+        if 0 < self._factor_min_rows <= num_rows < width:
+            return True
+        return self._damping > 0 and cheaper_through_rows(num_rows, width, out, self._refresh)
+
+    def _compact(self, state: _LayerState, piece: int, gram: Gram) -> Gram:
+        if gram.rows is None:
+            return gram
+        if self._keeps_rows(state, piece, gram.rows.shape[1]):
+            # Without a bias the rows may share memory with an activation, which a later layer may overwrite.
+            return Gram.of_rows(gram.rows.clone())
+        return Gram.of_matrix(gram.dense())
 
     def _estimate_block(self, state: _LayerState) -> None:
-        """Turn the rows since the last step into ``A``."""
-        if state.moment is None:
+        """Turn the rows since the last estimate into ``A``."""
+        if not state.pending:
             return
-        batch = state.moment / state.num_rows
-        state.moment, state.num_rows = None, 0
-        if self._estimate is Estimate.LAST_BATCH or state.A is None:
-            state.A = batch
-        else:
-            state.A = self._decay * state.A + (1 - self._decay) * batch
+        batch = [gram.times(1 / state.num_rows) for gram in state.pending]
+        state.pending, state.num_rows, state.stale = [], 0, True
+        if self._estimate is Estimate.AVERAGE and state.A:
+            past = self._decay ** (self._num_steps - state.estimated_at)
+            mixed = (a.times(past).plus(b.times(1 - past)) for a, b in zip(state.A, batch, strict=True))
+            batch = [self._compact(state, piece, gram) for piece, gram in enumerate(mixed)]
+        state.A, state.estimated_at = batch, self._num_steps
+
+    # Steps -----------------------------------------------------------------------------------
 
     def _step_block(self, state: _LayerState, lr: float) -> bool:
-        parameters = self._parameters(state.spec)
-        if state.A is None or all(p.grad is None for p in parameters):
+        parameters, spec = self._parameters(state.spec), state.spec
+        if all(p.grad is None for p in parameters):
             return False
-        G = _matrix(state.spec, [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-        P = _add_to_diagonal(state.A, self._damping)
-        update, state.P, added = precondition(G, P, where=state.spec.where(self._where))
-        state.added_damping = max(state.added_damping, added)
-        for parameter, part in zip(parameters, _parts(state.spec, update, parameters), strict=True):
+        if not state.A:
+            state.took_plain_step = True
+            return False
+        if state.stale:
+            self._factorise(state)
+        G = _matrix(spec, [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        grouped = widened(G).view(spec.groups, -1, spec.width)  # (groups, out / groups, width)
+        pieces = [
+            divide(divisor, grouped[:, :, columns], where=spec.where(self._where))
+            for divisor, columns in zip(state.divisors, spec.columns, strict=True)
+        ]
+        update = torch.cat(pieces, dim=2).flatten(0, 1)
+        for parameter, part in zip(parameters, _parts(spec, update, parameters), strict=True):
             _subtract(parameter, lr * part)
         return True
 
+    def _factorise(self, state: _LayerState) -> None:
+        # The old factors are of no use any more: two of a wide layer need not be in memory at once.
+        state.divisors, state.stale, out = [], False, state.spec.rows // state.spec.groups
+        for A, columns in zip(state.A, state.spec.columns, strict=True):
+            width = columns.stop - columns.start
+            cheaper = A.num_rows is not None and cheaper_through_rows(A.num_rows, width, out, self._refresh)
+            divisor = factorise(A, self._damping, through_rows=cheaper, where=state.spec.where(self._where))
+            state.divisors.append(divisor)
+            state.added_damping = max(state.added_damping, divisor.added_damping)
+
+    # What travels ----------------------------------------------------------------------------
+
     @property
     def layout(self) -> Layout:
-        """What was preconditioned so far and what only averaged: a layer that took no step with a block is averaged."""
-        idle = [state.spec for state in self._layers if state.P is None]
-        averaged = {name: "its layer had no input in training" for spec in idle for name in spec.parameters}
-        blocks = tuple(state.spec for state in self._layers if state.P is not None)
-        return Layout(blocks, {**self._layout.averaged, **averaged})
+        """Which parameters have a block and which are only averaged."""
+        return self._layout
 
     @property
     def added_damping(self) -> dict[str, float]:
         """Layer -> the largest damping that a step added beyond the one asked for; only layers that needed some."""
         return {state.spec.layer: state.added_damping for state in self._layers if state.added_damping > 0}
 
+    @property
+    def without_input(self) -> tuple[str, ...]:
+        """Layers that took no step with a block in this round, so that their ``P`` is a multiple of the identity."""
+        return tuple(state.spec.layer for state in self._layers if not state.divisors)
+
     @torch.no_grad()
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self, dtype: WireDtype = WireDtype.FLOAT32) -> tuple[Block, ...]:
         """Give what travels: for each block of `layout` the last step's ``P`` and ``M = (W_i - W) P``.
 
-        Returns:
-            The blocks, in the order of the model. ``M`` is computed in float64; both are stored in the precision of the blocks.
-        """
-        return tuple(self._block(state, state.P) for state in self._layers if state.P is not None)
+        A layer that took no step with a block has no input covariance, ``A = 0``: its ``P`` is ``damping I``; or ``I`` if
+        it took plain gradient steps, which divide by that.
 
-    def _block(self, state: _LayerState, P: torch.Tensor) -> Block:
-        W = _matrix(state.spec, self._parameters(state.spec))
-        product = (W.double() - state.initial.double()) @ P.double()
-        return Block(state.spec, pack_upper(P.cpu().numpy()), product.to(P.dtype).cpu().numpy())
+        Args:
+            dtype: In which numbers ``P`` travels.
+
+        Returns:
+            The blocks, in the order of the model.
+        """
+        return tuple(self._block(state, dtype) for state in self._layers)
+
+    def _block(self, state: _LayerState, dtype: WireDtype) -> Block:
+        W = widened(_matrix(state.spec, self._parameters(state.spec)))
+        if not state.divisors:
+            scale = 1.0 if state.took_plain_step else self._damping
+            return identity_block(state.spec, scale, _numpy(W - widened(state.initial)))
+        delta = _numpy(W.double() - state.initial.double())
+        if self._travels_as_factor(state):
+            factors = [torch.linalg.qr(A.rows, mode="r").R for A in state.A if A.rows is not None]
+            # Tiles go group by group, and within one piece by piece.
+            in_order = [_numpy(factor[g]) for g in range(state.spec.groups) for factor in factors]
+            dampings = [self._damping] * len(in_order)
+            return factor_block(state.spec, in_order, dampings, delta, dtype)
+        matrices = [divisor.matrix() for divisor in state.divisors]
+        tiles = [_numpy(matrix[g]) for g in range(state.spec.groups) for matrix in matrices]
+        return triangle_block(state.spec, tiles, delta, dtype)
+
+    def _travels_as_factor(self, state: _LayerState) -> bool:
+        # With raised damping the block is sent as the step used it, which the factor does not say.
+        return all(
+            A.num_rows is not None and 0 < self._factor_min_rows <= A.num_rows < columns.stop - columns.start
+            for A, columns in zip(state.A, state.spec.columns, strict=True)
+        ) and not any(divisor.added_damping for divisor in state.divisors)
 
     def _parameters(self, spec: BlockSpec) -> list[nn.Parameter]:
         return [self._model.get_parameter(name) for name in spec.parameters]
@@ -292,35 +387,13 @@ class FoofPreconditioner:
         return f"{what}, {self._where}" if self._where else what
 
 
-def _collector(state: _LayerState) -> Any:
-    def collect(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        x = args[0] if args else next(iter(kwargs.values()))
-        # Under autocast the product would be taken in half precision.
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            rows = input_rows(module, x)
-            if len(rows) > 0:
-                moment = covariance(rows) * len(rows)
-                state.moment = moment if state.moment is None else state.moment + moment
-                state.num_rows += len(rows)
-
-    return collect
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _add_to_diagonal(P: torch.Tensor, damping: float) -> torch.Tensor:
-    damped = P.clone()
-    damped.diagonal().add_(damping)
-    return damped
+def _numpy(tensor: torch.Tensor) -> Any:
+    return tensor.cpu().numpy()
 
 
 def _subtract(parameter: torch.Tensor, step: torch.Tensor) -> None:
     """Subtract in float32 or better, and round to the parameter's dtype once."""
-    parameter.copy_(_widened(parameter) - step)
+    parameter.copy_(widened(parameter) - step)
 
 
 def _matrix(spec: BlockSpec, tensors: list[Any]) -> torch.Tensor:

@@ -1,11 +1,14 @@
 r"""Layer types that have a curvature block, and which parameters of a model they cover.
 
 A layer type is one function: the input of one forward call as rows ``(rows, in)`` such that the layer computes
-``rows @ weight' + bias`` for each. Support for another one is a few lines, here for GPT-2's ``Conv1D`` ``(in, out)``::
+``rows @ weight' + bias`` for each. Support for another one is a few lines, here for a weight that is stored as ``(in, out)``::
 
-    @register_layer(Conv1D, transposed=True)
-    def conv1d_rows(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
+    @register_layer(MyLinear, transposed=True)
+    def my_rows(module: MyLinear, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(0, -2)
+
+Linear layers, convolutions in one to three dimensions of any geometry and number of groups, and transformers' ``Conv1D`` are
+known.
 
 A bias is folded in as a trailing 1 of every row, for all types alike. A parameter has no block, and is averaged, if its
 layer has no registered type or an option that the type does not know, if it belongs to two layers (tied weights stay tied),
@@ -21,9 +24,9 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fedapps.curvature.convolutions import Convolution, conv_moment, conv_rows, num_positions
 from fedapps.curvature.layout import BlockSpec, Layout
 
 Rows = Callable[..., torch.Tensor]
@@ -41,21 +44,35 @@ class LayerType:
     """How layers of one type are preconditioned.
 
     Attributes:
-        rows: Gives the rows ``(rows, in)`` of one forward call.
+        rows: Gives the rows of one forward call, ``(rows, in)``, or ``(groups, rows, in)`` for a type with groups. With
+            ``num_rows`` it takes the numbers of the rows to give as third argument, or None for all.
         refuse: ``module -> reason`` for modules of the type that have no block all the same, or None.
         transposed: The weight is stored as ``(in, out)``.
+        groups: ``module -> number of groups``, for a type whose outputs come in groups with inputs of their own.
+        num_rows: ``(module, input) -> number of rows``, where that is known without computing them.
+        moment: ``(module, input, bias) -> rows' rows`` ``(groups, width, width)``, where that is cheaper than from the rows;
+            ``bias`` says whether the rows end with a 1.
     """
 
     rows: Rows
-    refuse: Callable[..., str | None] | None
-    transposed: bool
+    refuse: Callable[..., str | None] | None = None
+    transposed: bool = False
+    groups: Callable[..., int] | None = None
+    num_rows: Callable[..., int] | None = None
+    moment: Callable[..., torch.Tensor] | None = None
 
 
 _LAYER_TYPES: dict[type[nn.Module], LayerType] = {}
 
 
 def register_layer(
-    kind: type[nn.Module], *, transposed: bool = False, refuse: Callable[..., str | None] | None = None
+    kind: type[nn.Module],
+    *,
+    transposed: bool = False,
+    refuse: Callable[..., str | None] | None = None,
+    groups: Callable[..., int] | None = None,
+    num_rows: Callable[..., int] | None = None,
+    moment: Callable[..., torch.Tensor] | None = None,
 ) -> Callable[[RowsT], RowsT]:
     """Register the rows of a layer type; a decorator.
 
@@ -63,13 +80,16 @@ def register_layer(
         kind: The type. A subclass is covered as well unless it has its own ``forward``.
         transposed: The weight is stored as ``(in, out)``.
         refuse: ``module -> reason`` for options that the rows do not cover; None for a module that they cover.
+        groups: As in `LayerType`.
+        num_rows: As in `LayerType`.
+        moment: As in `LayerType`.
 
     Returns:
         The decorator of a function ``(module, input) -> (rows, in)``.
     """
 
     def register(rows: RowsT) -> RowsT:
-        _LAYER_TYPES[kind] = LayerType(rows, refuse, transposed)
+        _LAYER_TYPES[kind] = LayerType(rows, refuse, transposed, groups, num_rows, moment)
         return rows
 
     return register
@@ -94,57 +114,82 @@ def linear_rows(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, module.in_features)
 
 
-def _refuse_conv2d(module: nn.Conv2d) -> str | None:
-    return None if module.groups == 1 else f"Conv2d with groups={module.groups}"
+def _conv_groups(module: Convolution) -> int:
+    return module.groups
 
 
-@register_layer(nn.Conv2d, refuse=_refuse_conv2d)
-def conv2d_rows(module: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """Give the rows of a convolution: the patch under the kernel at every output position.
+for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_layer(_kind, groups=_conv_groups, num_rows=num_positions, moment=conv_moment)(conv_rows)
+
+
+def _conv1d_rows(_module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Give the rows of GPT-2's linear layer, whose weight is ``(in, out)``."""
+    return x.flatten(0, -2)
+
+
+_BY_NAME = {("transformers.pytorch_utils", "Conv1D"): LayerType(_conv1d_rows, transposed=True)}
+"""Types of packages that are imported by their users only: (module, class name) -> type."""
+
+
+def input_rows(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    """Give the rows of one forward call of a layer, bias folded in.
 
     Args:
-        module: The layer, of any stride, padding, padding mode and dilation, in one group.
-        x: ``(batch, in, height, width)``, or one image without the batch.
+        module: A layer with a block.
+        x: Its input.
+        chosen: Numbers of the rows to give, ``(k,)``; None for all.
 
     Returns:
-        ``(batch * output positions, in * kernel height * kernel width)``.
+        ``(groups, rows, width)`` in float32 or better, the last column 1 if the layer has a trainable bias.
     """
-    images = x if x.dim() == 4 else x[None]
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    padded = functional.pad(images, _padding(module), mode)
-    patches = functional.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride)
-    return patches.transpose(1, 2).flatten(0, 1)  # from (batch, in * kernel, positions)
+    kind = _known_type(module)
+    rows = kind.rows(module, _widened(x)) if kind.num_rows is None else kind.rows(module, _widened(x), chosen)
+    rows = rows if rows.dim() == 3 else rows[None]
+    if chosen is not None and kind.num_rows is None:
+        rows = rows[:, chosen]
+    if trainable_bias(module) is None:
+        return rows
+    return torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], dim=2)
 
 
-def _padding(module: nn.Conv2d) -> list[int]:
-    """Give the padding in the order of `functional.pad`: left, right, top, bottom."""
-    if module.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    elif module.padding == "valid":
-        totals = [0, 0]
-    else:
-        totals = [2 * int(p) for p in module.padding]
-    # Of an odd total the greater half goes to the right and the bottom, as in torch.
-    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-
-
-def input_rows(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Give the rows of one forward call of a layer, bias folded in.
+def count_rows(module: nn.Module, x: torch.Tensor) -> int:
+    """Count the rows of one forward call of a layer.
 
     Args:
         module: A layer with a block.
         x: Its input.
 
     Returns:
-        ``(rows, width)`` in float32 or better, the last column 1 if the layer has a trainable bias.
+        The number; types that do not say without computing the rows compute them.
     """
+    kind = _known_type(module)
+    return int(kind.rows(module, x.detach()).shape[-2]) if kind.num_rows is None else kind.num_rows(module, x)
+
+
+def input_moment(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """Sum the outer products of the rows of one forward call, where its type has a faster way than from the rows.
+
+    Args:
+        module: A layer with a block.
+        x: Its input.
+
+    Returns:
+        ``(groups, width, width)``; None if its type has no such way.
+    """
+    moment = _known_type(module).moment
+    return None if moment is None else moment(module, _widened(x), trainable_bias(module) is not None)
+
+
+def _known_type(module: nn.Module) -> LayerType:
     kind = layer_type(module)
     if kind is None:
         raise TypeError(f"{type(module).__name__} has no registered rows; see register_layer")
+    return kind
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
     # Half precision would lose the digits that the solve needs.
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    rows = kind.rows(module, wide)
-    return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) if trainable_bias(module) is not None else rows
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def layer_type(module: nn.Module) -> LayerType | None:
@@ -157,8 +202,11 @@ def layer_type(module: nn.Module) -> LayerType | None:
         The type, or None. A subclass with its own ``forward`` computes something else and has none.
     """
     for base in type(module).__mro__:
-        if base in _LAYER_TYPES:
-            return _LAYER_TYPES[base] if type(module).forward is base.forward else None
+        if not issubclass(base, nn.Module):
+            continue
+        kind = _LAYER_TYPES.get(base) or _BY_NAME.get((base.__module__, base.__name__))
+        if kind is not None:
+            return kind if type(module).forward is base.forward else None
     return None
 
 
@@ -175,11 +223,12 @@ def trainable_bias(module: nn.Module) -> nn.Parameter | None:
     return bias if bias is not None and bias.requires_grad else None
 
 
-def model_layout(model: nn.Module) -> Layout:
+def model_layout(model: nn.Module, *, max_width: int = 0) -> Layout:
     """Say which trainable parameters of a model are preconditioned and which averaged, and why. Needs no data.
 
     Args:
         model: The model.
+        max_width: A wider layer is cut into diagonal blocks of at most this width; 0 leaves every layer whole.
 
     Returns:
         The layout, in the order of ``named_parameters()``.
@@ -191,7 +240,7 @@ def model_layout(model: nn.Module) -> Layout:
     for layer, module in model.named_modules():
         reason = _why_averaged(module, uses)
         if reason is None:
-            blocks.append(_spec(layer, module, names))
+            blocks.append(_spec(layer, module, names, max_width))
         covered = blocks[-1].parameters if reason is None else ()
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad and names[parameter] not in covered:
@@ -214,10 +263,19 @@ def _why_averaged(module: nn.Module, uses: Counter[nn.Parameter]) -> str | None:
     return kind.refuse(module) if kind.refuse is not None else None
 
 
-def _spec(layer: str, module: nn.Module, names: dict[nn.Parameter, str]) -> BlockSpec:
-    kind, weight, bias = layer_type(module), module._parameters["weight"], trainable_bias(module)
-    if kind is None or weight is None:
+def _spec(layer: str, module: nn.Module, names: dict[nn.Parameter, str], max_width: int) -> BlockSpec:
+    kind, weight, bias = _known_type(module), module._parameters["weight"], trainable_bias(module)
+    if weight is None:
         raise TypeError(f"layer '{layer}' has no block")
     rows = weight.shape[1] if kind.transposed else weight.shape[0]
     parameters = (names[weight],) if bias is None else (names[weight], names[bias])
-    return BlockSpec(layer, parameters, rows, weight.numel() // rows + len(parameters) - 1, kind.transposed)
+    width = weight.numel() // rows + len(parameters) - 1
+    return BlockSpec(
+        layer,
+        parameters,
+        rows,
+        width,
+        kind.transposed,
+        groups=kind.groups(module) if kind.groups is not None else 1,
+        cut=max_width if 0 < max_width < width else 0,
+    )

@@ -7,10 +7,14 @@ The matrix of a block, ``W``, is ``(rows, width)``: one row for each output of t
 layer                  weight                             ``W``
 =====================  =================================  ==============================================
 linear                 (out, in)                          weight, then the bias as last column
-convolution            (out, in, kernel, kernel)          weight flattened to (out, in kernel kernel), bias
+convolution            (out, in / groups, kernel, ...)    weight flattened to (out, in / groups * kernel ...), bias
 transposed weight      (in, out)                          weight', bias
 parameter vector       (d,)                               one row
 =====================  =================================  ==============================================
+
+``P`` is one matrix for the whole of ``W`` in most layers. It is several, one after another, if the layer has groups (the rows
+of a group share a ``P`` that knows only the inputs of the group) or if its width is cut (``P`` is block-diagonal): a *tile*
+is the part of ``W`` that belongs to one of them.
 """
 
 from __future__ import annotations
@@ -18,27 +22,48 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.curvature.packing import triangle_size, triangle_width
-from fedapps.errors import CurvatureError, MessageError, explain
+from fedapps.curvature.packing import triangle_size
+from fedapps.errors import MessageError, explain
 
 Array = NDArray[Any]
 
 
+class Tile(NamedTuple):
+    """The part of ``W`` that one ``P`` belongs to.
+
+    Attributes:
+        rows: Its rows of ``W``.
+        columns: Its columns of ``W``.
+    """
+
+    rows: slice
+    columns: slice
+
+    @property
+    def width(self) -> int:
+        """Width of its ``P``."""
+        return int(self.columns.stop - self.columns.start)
+
+
 @dataclass(frozen=True)
 class BlockSpec:
-    """One curvature block: the parameters of one layer.
+    """The curvature of one layer: one block, or several if the layer has groups or is cut.
 
     Attributes:
         layer: Name of the layer in the model.
         parameters: Name of the weight, followed by the name of the bias if the block has it.
         rows: Outputs of the layer.
-        width: Inputs, the bias's column included; ``P`` is ``(width, width)``.
+        width: Inputs of a group, the bias's column included; ``P`` is ``(width, width)`` if it is not cut.
         transposed: The weight is stored as ``(in, out)``.
+        groups: Groups of rows that have a ``P`` of their own each.
+        cut: Largest width of a diagonal block of ``P``; 0 leaves it whole.
     """
 
     layer: str
@@ -46,6 +71,8 @@ class BlockSpec:
     rows: int
     width: int
     transposed: bool = False
+    groups: int = 1
+    cut: int = 0
 
     def __post_init__(self) -> None:
         if len(self.parameters) not in (1, 2) or self.rows < 1 or self.width < len(self.parameters):
@@ -57,6 +84,34 @@ class BlockSpec:
                     do="describe one layer in each block",
                 )
             )
+        if self.groups < 1 or self.rows % self.groups or self.cut < 0:
+            raise MessageError(
+                explain(
+                    f"layer '{self.layer}'",
+                    expected="groups that divide the rows, and a cut >= 0",
+                    got=f"{self.groups} groups of {self.rows} rows, cut {self.cut}",
+                    do="describe one layer in each block",
+                )
+            )
+
+    @cached_property
+    def columns(self) -> tuple[slice, ...]:
+        """The columns of each diagonal block of ``P``, as even as the cut allows; one slice if it is whole."""
+        pieces = -(-self.width // self.cut) if self.cut else 1
+        edges = [self.width * i // pieces for i in range(pieces + 1)]
+        return tuple(slice(a, b) for a, b in pairwise(edges))
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The parts of ``W`` that have a ``P`` of their own: group by group, and within one from left to right."""
+        height = self.rows // self.groups
+        rows = [slice(g * height, (g + 1) * height) for g in range(self.groups)]
+        return tuple(Tile(of_group, columns) for of_group in rows for columns in self.columns)
+
+    @property
+    def curvature_size(self) -> int:
+        """Numbers in the upper triangles of all blocks."""
+        return sum(triangle_size(tile.width) for tile in self.tiles)
 
     def where(self, who: str) -> str:
         """Name the block for messages.
@@ -93,11 +148,7 @@ class Layout:
         Returns:
             A line for each parameter.
         """
-        lines = [
-            f"{name}: preconditioned, block {spec.width} x {spec.width}"
-            for spec in self.blocks
-            for name in spec.parameters
-        ]
+        lines = [f"{name}: preconditioned, {describe_tiles(spec)}" for spec in self.blocks for name in spec.parameters]
         return "\n".join(lines + [f"{name}: averaged ({reason})" for name, reason in self.averaged.items()])
 
     def to_json(self) -> str:
@@ -109,19 +160,18 @@ class Layout:
         return json.dumps({"blocks": [asdict(spec) for spec in self.blocks], "averaged": dict(self.averaged)})
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """What a client sends for one block.
+def describe_tiles(spec: BlockSpec) -> str:
+    """Describe the shapes of a layer's blocks, for people.
 
-    Attributes:
-        spec: The block.
-        curvature: ``P`` that the last local step divided by, packed, ``(width (width + 1) / 2,)``.
-        product: ``M = (W_i - W) P``, ``(rows, width)``.
+    Args:
+        spec: The layer.
+
+    Returns:
+        ``"block 5 x 5"`` or ``"2 blocks 19 x 19"``.
     """
-
-    spec: BlockSpec
-    curvature: Array
-    product: Array
+    widths = sorted({tile.width for tile in spec.tiles}, reverse=True)
+    shapes = " or ".join(f"{width} x {width}" for width in widths)
+    return f"block {shapes}" if len(spec.tiles) == 1 else f"{len(spec.tiles)} blocks {shapes}"
 
 
 def layout_from_json(text: str, who: str) -> Layout:
@@ -154,40 +204,14 @@ def layout_from_json(text: str, who: str) -> Layout:
 
 
 def _spec_from_json(entry: Mapping[str, Any]) -> BlockSpec:
-    for name, kind in {"layer": str, "parameters": list, "rows": int, "width": int, "transposed": bool}.items():
+    kinds = {"layer": str, "parameters": list, "rows": int, "width": int, "transposed": bool, "groups": int, "cut": int}
+    for name, kind in kinds.items():
         # `type`, not `isinstance`: True is an int.
         if type(entry[name]) is not kind:
             raise TypeError(f"{name} = {entry[name]!r}")
     if not all(isinstance(name, str) for name in entry["parameters"]):
         raise TypeError(f"parameters = {entry['parameters']!r}")
     return BlockSpec(**{**entry, "parameters": tuple(entry["parameters"])})
-
-
-def check_block(block: Block, who: str) -> None:
-    """Check what a client sent for a block: shapes and finite numbers.
-
-    Args:
-        block: The block, with the spec that the receiver expects.
-        who: Whose block, for messages.
-
-    Raises:
-        MessageError: ``P`` or ``M`` has another shape, or a number is not finite.
-    """
-    spec = block.spec
-    if block.curvature.shape != (triangle_size(spec.width),):
-        raise _misshapen(spec, who, "P", (spec.width, spec.width), _unpacked_shape(block.curvature))
-    if block.product.shape != (spec.rows, spec.width):
-        raise _misshapen(spec, who, "M", (spec.rows, spec.width), f"{block.product.shape}")
-    for name, values in (("P", block.curvature), ("M", block.product)):
-        if not np.isfinite(values).all():
-            raise MessageError(
-                explain(
-                    spec.where(who),
-                    expected=f"finite numbers in {name}",
-                    got=f"{int(values.size - np.isfinite(values).sum())} of {values.size} that are NaN or infinite",
-                    do="lower the learning rate or raise the damping on that client",
-                )
-            )
 
 
 def to_matrix(arrays: Mapping[str, Array], spec: BlockSpec, who: str = "") -> Array:
@@ -224,7 +248,7 @@ def from_matrix(W: Array, spec: BlockSpec, like: Mapping[str, Array]) -> dict[st
     """
     weight, bias = _parameters(like, spec, "")
     if W.shape != (spec.rows, spec.width):
-        raise _misshapen(spec, "", "W", (spec.rows, spec.width), f"{W.shape}")
+        raise misshapen(spec, "", f"W of shape {(spec.rows, spec.width)}", f"{W.shape}")
     new_weight = W[:, : spec.width - len(bias)].reshape(weight.shape)
     parts = [new_weight.T if spec.transposed else new_weight, *([W[:, -1]] if bias else [])]
     # In C order: a view of W with its last column cut off would travel as a strided array.
@@ -248,26 +272,22 @@ def _parameters(arrays: Mapping[str, Array], spec: BlockSpec, who: str) -> tuple
     fits = weight.size == spec.rows * (spec.width - len(bias)) and (weight.ndim == 1 or len(weight) == spec.rows)
     if not fits or any(tensor.shape != (spec.rows,) for tensor in bias):
         got = " and ".join(f"'{name}' {tensor.shape}" for name, tensor in zip(spec.parameters, tensors, strict=True))
-        raise _misshapen(spec, who, "parameters that make a matrix", (spec.rows, spec.width), got)
+        raise misshapen(spec, who, f"parameters that make a matrix of shape {(spec.rows, spec.width)}", got)
     return weight, [tensor[:, None] for tensor in bias]
 
 
-def _unpacked_shape(packed: Array) -> str:
-    if packed.ndim == 1:
-        try:
-            width = triangle_width(packed.size)
-        except CurvatureError:
-            return f"{packed.size} numbers, which are no triangle"
-        return f"{(width, width)}"
-    return f"an array of shape {packed.shape} that is not packed"
+def misshapen(spec: BlockSpec, who: str, expected: str, got: str) -> MessageError:
+    """Compose the error for an array that does not fit its block.
 
+    Args:
+        spec: The block.
+        who: Whose array.
+        expected: What would fit.
+        got: What came.
 
-def _misshapen(spec: BlockSpec, who: str, what: str, expected: tuple[int, int], got: str) -> MessageError:
+    Returns:
+        The error, to be raised.
+    """
     return MessageError(
-        explain(
-            spec.where(who),
-            expected=f"{what} of shape {expected}",
-            got=got,
-            do="fold the bias on both ends or on neither",
-        )
+        explain(spec.where(who), expected=expected, got=got, do="fold the bias on both ends or on neither")
     )

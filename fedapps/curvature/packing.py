@@ -110,6 +110,23 @@ def unpack_upper(packed: NDArray[Any]) -> NDArray[Any]:
     return matrix
 
 
+def scaled_identity(n: int, scale: float) -> NDArray[np.float64]:
+    """Give the packed triangle of ``scale * I``.
+
+    Args:
+        n: Width of the matrix.
+        scale: The factor.
+
+    Returns:
+        ``(n (n + 1) / 2,)``.
+    """
+    packed = np.zeros(triangle_size(n))
+    # Row i starts, with its diagonal entry, after the n + (n - 1) + ... numbers of the rows above.
+    rows = np.arange(n)
+    packed[rows * n - rows * (rows - 1) // 2] = scale
+    return packed
+
+
 def _mirror(matrix: NDArray[Any]) -> None:
     """Copy the upper triangle onto the lower one, in place."""
     n = matrix.shape[0]

@@ -50,6 +50,8 @@ def plot_run(run: Run, path: Path) -> None:
             ("test", "test-accuracy"),
             ("validation", "validation-accuracy"),
             ("clients' test (mean)", "client-test-accuracy"),
+            ("personal models (mean over clients)", "client-personal-test-accuracy"),
+            ("global model (mean over clients)", "client-global-test-accuracy"),
         )
         if (curve := run.curve(metric))
     }
@@ -143,6 +145,32 @@ def plot_distance(
         axis.set_yscale("log")
         axis.set_title(name, fontsize=10)
         _label(axis, "round", ylabel if axis is axes[0] else "")
+        _whole_numbers(axis)
+    _finish(figure, path)
+
+
+def plot_gains(gains: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path, *, quantity: str) -> None:
+    """Draw each client's gain over the reference methods, a panel a reference, clients in the order of their gain.
+
+    Args:
+        gains: Reference -> method -> partition -> gain; positive is better.
+        path: File to write; its ending chooses the format.
+        quantity: What the gain is measured in, for the vertical axis.
+
+    Raises:
+        FedAppsError: matplotlib is missing, or there is no gain.
+    """
+    if not gains:
+        raise _nothing_to_draw([])
+    looks = choose_looks({label: label.split(" ")[0] for lines in gains.values() for label in lines})
+    figure, axes = _figure(len(gains), sharey=True)
+    for axis, (reference, lines) in zip(axes, gains.items(), strict=True):
+        for label, values in lines.items():
+            ordered = sorted(values.values())
+            axis.plot(np.arange(1, len(ordered) + 1), ordered, label=label, **looks[label].style(len(ordered)))
+        axis.axhline(0, color="0.35", linewidth=0.9)
+        axis.set_title(f"gain over {reference}", fontsize=10)
+        _label(axis, "clients, least gain first", f"gain in {quantity} of personal models" if axis is axes[0] else "")
         _whole_numbers(axis)
     _finish(figure, path)
 

@@ -1,7 +1,8 @@
 """Runs read back from their folders, and the rows of the tables about them.
 
-Rounds to a target, final and best accuracy are read on test data if the run has any, else on validation data, else on
-the clients' test data. *Which* round is best is always decided on validation data.
+Rounds to a target, final and best accuracy are those of the clients' personal models if the run has any, else they are
+read on test data if there is some, else on validation data, else on the clients' test data. *Which* round is best is always
+decided on validation data, for personal models on the clients'.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fedapps.results.storage import Row
 from fedapps.results.summary import RunStatus, evaluations_by_round, summarise
 from fedapps.results.tables import CompareRow, RunRow, Spread
 
-ACCURACIES = ("test-accuracy", "validation-accuracy", "client-test-accuracy")
+ACCURACIES = ("client-personal-test-accuracy", "test-accuracy", "validation-accuracy", "client-test-accuracy")
 
 NOT_COMPARED = {"seed", "run-dir", "resume", "device", "data-dir"}
 """Settings that may differ between runs whose mean is taken."""

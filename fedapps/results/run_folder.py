@@ -5,19 +5,22 @@
 ``environment.json``         versions, processor, device, commit, checksums of the data
 ``metrics.jsonl``            a row a round and phase
 ``ledger.jsonl``             a row a message: bytes by record
+``clients.jsonl``            a row an evaluation of a client: round, partition, number of examples, metrics
 ``summary.json``             status, final and best metrics, totals
 ``model.safetensors``        the final model
+``initial.safetensors``      scalar-only methods: the model before round 1
+``journal.jsonl``            scalar-only methods: the aggregated scalars of every round, from which the model can be rebuilt
 ``checkpoint/``              the last checkpoint, with ``checkpoint.previous/``
 ===========================  ========================================================================================
 
 Rows of ``metrics.jsonl`` have ``round``, ``phase`` and ``seconds``, and by phase
 
 * ``train``: ``sampled``, ``folded`` (partitions), ``refused`` (partition -> reason), ``payload-down``, ``payload-up``,
-  ``wire-down``, ``wire-up`` (bytes), ``lr``, ``train-loss``;
+  ``wire-down``, ``wire-up`` (bytes), ``lr``, ``train-loss``, and numbers of the method such as ``lambda`` and ``gamma``;
 * ``evaluate`` (on the server; round 0 is the initial model): ``validation-loss``, ``validation-accuracy``,
   ``test-loss``, ``test-accuracy``;
 * ``client-evaluate``: ``client-test-accuracy`` (mean over clients) and the same with ``-weighted``, ``-std``,
-  ``-worst-decile``.
+  ``-worst-decile``; personalised methods: ``client-personal-test-accuracy`` and ``client-global-test-accuracy``.
 """
 
 from __future__ import annotations
@@ -170,6 +173,11 @@ class RunFolder:
         return self.path / "ledger.jsonl"
 
     @property
+    def clients_path(self) -> Path:
+        """Path of ``clients.jsonl``."""
+        return self.path / "clients.jsonl"
+
+    @property
     def summary_path(self) -> Path:
         """Path of ``summary.json``."""
         return self.path / "summary.json"
@@ -178,6 +186,16 @@ class RunFolder:
     def model_path(self) -> Path:
         """Path of ``model.safetensors``."""
         return self.path / "model.safetensors"
+
+    @property
+    def initial_path(self) -> Path:
+        """Path of ``initial.safetensors``."""
+        return self.path / "initial.safetensors"
+
+    @property
+    def journal_path(self) -> Path:
+        """Path of ``journal.jsonl``."""
+        return self.path / "journal.jsonl"
 
     def write_settings(self, settings: Mapping[str, Scalar]) -> None:
         """Write the resolved settings.
@@ -251,6 +269,22 @@ class RunFolder:
         """
         return [row for _, row in read_lines(self.ledger_path)]
 
+    def append_clients(self, row: Row) -> None:
+        """Add a row to ``clients.jsonl``.
+
+        Args:
+            row: ``round``, ``partition``, ``num-examples`` and the metrics of one client.
+        """
+        append_row(self.clients_path, row)
+
+    def read_clients(self) -> list[Row]:
+        """Read ``clients.jsonl``.
+
+        Returns:
+            Its rows; none if no client evaluated. A torn last line is left out.
+        """
+        return [row for _, row in read_lines(self.clients_path)]
+
     def truncate_after(self, server_round: int) -> None:
         """Go back to the end of a round: remove the rows of later ones, and a torn last line.
 
@@ -259,7 +293,7 @@ class RunFolder:
         Args:
             server_round: The round from which the run goes on, of its checkpoint.
         """
-        for path in (self.metrics_path, self.ledger_path):
+        for path in (self.metrics_path, self.ledger_path, self.clients_path, self.journal_path):
             if path.exists():
                 kept = [line for line, row in read_lines(path) if row.get("round", 0) <= server_round]
                 write_atomically(path, "".join(kept))
@@ -287,10 +321,21 @@ class RunFolder:
         Args:
             arrays: Name -> array, any shape, ``()`` included.
         """
-        aside = self.path / ".model.safetensors.tmp"
+        self._write_arrays(self.model_path, arrays)
+
+    def write_initial(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write the model before round 1, from which the journal is replayed.
+
+        Args:
+            arrays: Name -> array.
+        """
+        self._write_arrays(self.initial_path, arrays)
+
+    def _write_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        aside = path.with_name(f".{path.name}.tmp")
         save_arrays(aside, arrays)
         sync_file(aside)
-        aside.replace(self.model_path)
+        aside.replace(path)
 
     def read_model(self) -> dict[str, np.ndarray]:
         """Read the model.

@@ -49,8 +49,9 @@ def summarise(
 
     Returns:
         ``status``, ``reason`` (if given), ``rounds``; ``final``: round and metrics of the last evaluation, on the
-        server and on clients; ``best``: the same at the best ``validation-<primary>``, the earliest of equals, never
-        chosen on test data and absent where nothing was evaluated on validation data; ``totals``: bytes, ``seconds``
+        server and on clients; ``best``: the same at the best ``validation-<primary>`` (of personal models, if they
+        were evaluated on validation data), the earliest of equals, never chosen on test data and absent where nothing
+        was evaluated on validation data; ``totals``: bytes, ``seconds``
         and ``seconds-by-phase``. Totals cover the rounds on file, a first part before a resume included.
     """
     summary: dict[str, Any] = {"status": RunStatus(status).value}
@@ -59,7 +60,7 @@ def summarise(
     summary["rounds"] = max((row["round"] for row in rows if row["phase"] == TRAIN), default=0)
     evaluations = evaluations_by_round(rows)
     summary["final"] = evaluations[max(evaluations)] if evaluations else {}
-    best = best_evaluation(evaluations.values(), f"validation-{primary}")
+    best = best_evaluation(evaluations.values(), validation_key(evaluations.values(), primary))
     if best is not None:
         summary["best"] = best
     summary["totals"] = _totals(rows)
@@ -81,6 +82,20 @@ def evaluations_by_round(rows: Iterable[Row]) -> dict[int, dict[str, Any]]:
             metrics = {k: v for k, v in row.items() if k not in _NOT_METRICS and isinstance(v, int | float)}
             merged.setdefault(row["round"], {"round": row["round"]}).update(metrics)
     return dict(sorted(merged.items()))
+
+
+def validation_key(evaluations: Iterable[dict[str, Any]], primary: str) -> str:
+    """Name the metric that chooses the best round.
+
+    Args:
+        evaluations: Metrics of evaluated rounds.
+        primary: What runs are judged by, such as ``accuracy``.
+
+    Returns:
+        That of the personal models on the clients' validation data if it was evaluated, else the server's.
+    """
+    personal = f"client-personal-validation-{primary}"
+    return personal if any(personal in metrics for metrics in evaluations) else f"validation-{primary}"
 
 
 def best_evaluation(evaluations: Iterable[dict[str, Any]], key: str) -> dict[str, Any] | None:

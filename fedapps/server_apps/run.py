@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -29,6 +29,9 @@ from fedapps.strategies.rounds import RoundMixin
 from fedapps.tasks.base import Task
 from fedapps.tasks.from_settings import load_task_of
 
+if TYPE_CHECKING:
+    from fedapps.tasks.torch_task import TorchTask
+
 logger = getLogger("flwr")
 
 MAY_CHANGE = frozenset(
@@ -39,6 +42,12 @@ MAY_CHANGE = frozenset(
     }
 )  # fmt: skip
 """Settings that a resume may change; any other would make another experiment."""
+
+LOGGED_METRICS = (
+    "validation-accuracy", "test-accuracy", "test-loss", "test-statistical-error", "client-personal-test-accuracy",
+    "client-global-test-accuracy", "client-personal-test-statistical-error",
+)  # fmt: skip
+"""Metrics that the log's line of a round shows."""
 
 
 class MeteredGrid(GridWrapper):
@@ -148,9 +157,24 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     )  # fmt: skip
     if checkpoint:
         _take_back(state, checkpoint)
-    else:
+    if method.replicas:
+        _open_journal(state, checkpoint)
+    if not checkpoint:
         _evaluate(state, 0)
     return state
+
+
+def _open_journal(state: _Run, checkpoint: Checkpoint | None) -> None:
+    """Scalar-only methods: the journal, and the model that it starts from, lie in the run folder."""
+    if checkpoint is None:
+        state.folder.write_initial(state.arrays)
+    state.strategy.open_journal(
+        state.arrays,
+        cast("TorchTask", state.task).trainable_names(),
+        base=state.task.name,
+        path=state.folder.journal_path,
+        resumed_after=checkpoint.server_round if checkpoint else None,
+    )
 
 
 def _new_experiment(settings: Settings) -> str:
@@ -161,7 +185,10 @@ def _new_experiment(settings: Settings) -> str:
 def _load_checkpoint(folder: RunFolder, settings: Settings, method: Method) -> Checkpoint:
     checkpoint = folder.load_checkpoint()
     before, now = folder.read_settings(), flatten(settings, method.group)
-    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in MAY_CHANGE)
+    changed = sorted(
+        (k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in MAY_CHANGE),
+        key=lambda k: ("." in k, k),  # shared keys first: another method has other keys, too
+    )
     if changed:
         raise CheckpointError(
             explain(
@@ -227,8 +254,10 @@ def _one_round(state: _Run, server_round: int) -> None:
     config = ConfigRecord({"lr": lr, "run-dir": str(state.folder.path)})
     messages = strategy.configure_train(server_round, pack_arrays(state.arrays), config, state.grid)
     _check_partitions(state)
-    for reply in exchange(state.grid, messages, settings.round_timeout):
-        strategy.receive_message(reply)
+    while messages:
+        for reply in exchange(state.grid, messages, settings.round_timeout):
+            strategy.receive_message(reply)
+        messages = strategy.take_resends()
     new = strategy.end_round()
     if new is not None:
         _check_model(new, server_round)
@@ -239,8 +268,7 @@ def _one_round(state: _Run, server_round: int) -> None:
     _write(state, train_row)
     if _due(settings.evaluate_every, server_round, settings.num_server_rounds):
         _evaluate(state, server_round)
-    last = server_round == settings.num_server_rounds
-    if settings.client_evaluation == "every" or (settings.client_evaluation == "last" and last):
+    if settings.clients_evaluate(server_round):
         _evaluate_on_clients(state, server_round, config)
     # Rows first: a resume cuts off those beyond the checkpoint, but could not make up for missing ones.
     state.folder.save_checkpoint(_checkpoint(state, server_round))
@@ -252,7 +280,8 @@ def _check_partitions(state: _Run) -> None:
     if state.num_partitions is None:
         state.num_partitions = now
         logger.info("%s", state.task.summary(now))
-        _log_preconditioned(state)
+        for how, names in _treatment(state).items():
+            logger.info("%s: %s", how, ", ".join(names) or "nothing")
     elif now != state.num_partitions:
         raise CheckpointError(
             explain(
@@ -264,12 +293,13 @@ def _check_partitions(state: _Run) -> None:
         )
 
 
-def _log_preconditioned(state: _Run) -> None:
+def _treatment(state: _Run) -> dict[str, list[str]]:
+    """Sort the tensors of the model into preconditioned and averaged; nothing for methods without curvature."""
     facts = next(iter(state.strategy.roster.facts.values()), None)
-    if facts is not None and state.method.layout:
-        averaged = [name for name in state.arrays if name not in facts.preconditioned]
-        logger.info("preconditioned: %s", ", ".join(facts.preconditioned) or "nothing")
-        logger.info("averaged: %s", ", ".join(averaged) or "nothing")
+    if facts is None or not state.method.layout:
+        return {}
+    averaged = [name for name in state.arrays if name not in facts.preconditioned]
+    return {"preconditioned": list(facts.preconditioned), "averaged": averaged}
 
 
 def _check_model(arrays: Arrays, server_round: int) -> None:
@@ -308,6 +338,9 @@ def _train_row(
         "folded": report.folded, "refused": {str(p): reason[-1000:] for p, reason in report.refused.items()},
         "accepted": report.accepted, **sum_bytes(ledger), "lr": lr,
     }  # fmt: skip
+    if server_round == 1:
+        row |= _treatment(state)
+    row |= report.values
     if report.notes:
         row["notes"] = report.notes
     if report.folded:
@@ -334,6 +367,9 @@ def _evaluate_on_clients(state: _Run, server_round: int, config: ConfigRecord) -
     messages = state.strategy.configure_evaluate(server_round, pack_arrays(state.arrays), config, state.grid)
     replies = exchange(state.grid, messages, state.settings.round_timeout)
     metrics, num_examples = state.strategy.evaluation_results(replies)
+    for partition, values in metrics.items():
+        client_row = {"round": server_round, "partition": partition, "num-examples": num_examples[partition], **values}
+        state.folder.append_clients(client_row)
     ledger = state.grid.take_rows(state.strategy)
     _append_ledger(state, ledger)
     seconds = time.monotonic() - started
@@ -357,10 +393,8 @@ def _checkpoint(state: _Run, server_round: int) -> Checkpoint:
 
 
 def _log_round(state: _Run, server_round: int, train_row: dict[str, Any]) -> None:
-    last = state.rows[-1]
-    metrics = " ".join(
-        f"{key} {last[key]:.4g}" for key in ("validation-accuracy", "test-accuracy", "test-loss") if key in last
-    )
+    last = {key: value for row in state.rows if row["round"] == server_round for key, value in row.items()}
+    metrics = " ".join(f"{key} {last[key]:.4g}" for key in LOGGED_METRICS if key in last)
     seconds = [row["seconds"] for row in state.rows if row["phase"] == "train"]
     left = (state.settings.num_server_rounds - server_round) * sum(seconds) / len(seconds)
     logger.info(

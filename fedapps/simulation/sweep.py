@@ -21,7 +21,7 @@ from typing import Any
 from fedapps.methods import resolve_settings
 from fedapps.results.plots import plot_compare
 from fedapps.results.report import Run, compare_table, load_run
-from fedapps.results.summary import RunStatus
+from fedapps.results.summary import RunStatus, validation_key
 from fedapps.results.tables import CompareRow, to_csv, to_markdown
 from fedapps.simulation.start import Ended, Start, start
 
@@ -163,7 +163,7 @@ def _trial(config: dict[str, Any], method: str, seed: int, ended: Ended, folder:
         tuning=tuning,
         status=str(ended.status),
         reason=ended.reason,
-        score=best.get("validation-accuracy"),
+        score=best.get(validation_key([best], "accuracy")),
         score_round=best.get("round"),
         folder=str(ended.folder.relative_to(folder)),
     )
@@ -219,6 +219,11 @@ def _write(
                 "rounds": list(run.curve("test-accuracy")),
                 "test-accuracy": list(run.curve("test-accuracy").values()),
                 "validation-accuracy": list(run.curve("validation-accuracy").values()),
+                **{
+                    key: run.curve(key)
+                    for key in ("client-personal-test-accuracy", "client-global-test-accuracy")
+                    if run.curve(key)
+                },
             }
             for run in runs
         ],

@@ -1,8 +1,31 @@
-"""Flower strategies, one file a method. Importing them imports no torch."""
+"""Flower strategies, one file a method or family. Importing them imports no torch."""
 
 from fedapps.strategies.fedavg import FedAvg
+from fedapps.strategies.fedavgm import FedAvgM
+from fedapps.strategies.fedclup import FedCLUP
+from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedpm import FedPM
+from fedapps.strategies.fedprox import FedProx
+from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.localnewton import LocalNewton
+from fedapps.strategies.localtrain import LocalTrain
 from fedapps.strategies.options import RoundOptions
+from fedapps.strategies.pfedme import PFedMe
+from fedapps.strategies.scalar_options import ScalarOptions
 
-__all__ = ["FedAvg", "FedPM", "LocalNewton", "RoundOptions"]
+__all__ = [
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedCLUP",
+    "FedPM",
+    "FedProx",
+    "FedYogi",
+    "HiSo",
+    "LocalNewton",
+    "LocalTrain",
+    "PFedMe",
+    "RoundOptions",
+    "ScalarOptions",
+]

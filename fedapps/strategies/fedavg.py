@@ -5,14 +5,15 @@ r"""FedAvg: Flower's own strategy, with this package's sampling, checks, order, 
 McMahan et al., AISTATS 2017, arXiv 1602.05629. `FlowerStrategyMixin` is for Flower's other first-order strategies as well.
 
 Flower's strategies average whatever they are given: an integer counter would come out as a float, and FedAdam would
-normalise running statistics. So they see only the trainable tensors; buffers follow this package's rule (floating: mean;
-integer: maximum, dtype kept).
+normalise running statistics, so that a variance can become negative. So they see only the trainable tensors; buffers
+follow this package's rule (floating: mean; integer: maximum, dtype kept).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from logging import getLogger
+from typing import Any, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
@@ -34,13 +35,59 @@ from fedapps.settings import Settings
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
 
+logger = getLogger("flwr")
+
+BATCH_NORM_BUFFERS = ("running_mean", "running_var")
+"""Last part of the names of floating buffers that torch's batch and instance normalisation keep."""
+
 
 class FlowerStrategyMixin(RoundMixin):
     """Gives one of Flower's averaging strategies this package's rounds.
 
     Put it before the strategy in the list of bases. All replies of a round are kept until its end, since Flower aggregates
-    a list.
+    a list. A strategy that keeps state over rounds implements `set_model`, `state_arrays` and `load_state_arrays`; its
+    state changes in rounds above the quorum only, since Flower is called at their end.
+
+    Args:
+        options: The shared options.
+        **flower: Arguments of Flower's strategy, by its own names.
     """
+
+    def __init__(self, *, options: RoundOptions | None = None, **flower: Any) -> None:
+        # Flower's strategy is the next class after RoundMixin in the method resolution order.
+        super().__init__(**flower)
+        self.set_up_rounds(options or RoundOptions())
+        self._flower = flower
+
+    @classmethod
+    def from_settings(cls, settings: Settings, experiment: str) -> Self:
+        """Build the strategy of a run.
+
+        Args:
+            settings: The settings.
+            experiment: Identity of the experiment.
+
+        Returns:
+            The strategy.
+        """
+        return cls(options=RoundOptions.from_settings(settings, experiment), **cls.flower_arguments(settings.own))
+
+    @staticmethod
+    def flower_arguments(own: Any) -> dict[str, Any]:  # noqa: ARG004 - used where it is overridden
+        """Name the method's own settings as Flower's strategy does.
+
+        Args:
+            own: The settings of the method, or None.
+
+        Returns:
+            Arguments of Flower's strategy; none unless overridden.
+        """
+        return {}
+
+    def summary(self) -> None:
+        """Log what a reader of the log needs to repeat the run."""
+        super().summary()
+        logger.info("%s %s", type(self).__name__, self._flower)
 
     def begin(self, arrays: Arrays) -> None:
         """Start a round.
@@ -63,9 +110,9 @@ class FlowerStrategyMixin(RoundMixin):
         """
         check_complete(reply, set(), self._model)
         weight = self.options.weight(reply.num_examples)
-        # A client written for Flower sends its whole state dict as one record: counters are told by their dtype.
-        trainable = {k: v for k, v in reply.arrays.items() if np.issubdtype(v.dtype, np.inexact)}
-        buffers = {k: v for k, v in {**reply.arrays, **reply.buffers}.items() if k not in trainable}
+        buffers = {k: v for k, v in {**reply.arrays, **reply.buffers}.items() if k in reply.buffers or _is_buffer(k, v)}
+        # In the order of the model, whatever the client's: Flower's FedAvgM matches tensors by position.
+        trainable = {name: reply.arrays[name] for name in self._model if name not in buffers}
         if self._buffers is None:
             self._buffers = start_mean(buffers)
         elif buffers.keys() != self._buffers.names:
@@ -87,12 +134,21 @@ class FlowerStrategyMixin(RoundMixin):
         Returns:
             The new model, by name, in the order of the old one.
         """
+        buffers = self._buffers.names if self._buffers is not None else set()
+        self.set_model({name: value for name, value in self._model.items() if name not in buffers})
         record, _ = self.aggregate_with_flower(self.report.server_round, self._replies)
         new = unpack_arrays(RecordDict({ARRAYS: record}), ARRAYS, "Flower's strategy")
         if self._buffers is not None:
             new |= finish_mean(self._buffers)
         self._replies, self._buffers = [], None
         return {name: new[name].astype(old.dtype, copy=False) for name, old in self._model.items()}
+
+    def set_model(self, arrays: Arrays) -> None:
+        """Tell Flower's strategy the model that was sent out, as its own ``configure_train`` would; nothing by default.
+
+        Args:
+            arrays: The trainable tensors, by name.
+        """
 
     def aggregate_with_flower(
         self, server_round: int, replies: Iterable[Message]
@@ -109,6 +165,11 @@ class FlowerStrategyMixin(RoundMixin):
         # RoundMixin overrides aggregate_train, so Flower's is the next one after it in the method resolution order.
         arrays, metrics = super(RoundMixin, self).aggregate_train(server_round, replies)  # type: ignore[misc]
         return arrays, metrics
+
+
+def _is_buffer(name: str, value: np.ndarray) -> bool:
+    """Tell a buffer that came among the trainable tensors: a client written for Flower sends its state dict as one."""
+    return not np.issubdtype(value.dtype, np.inexact) or name.rpartition(".")[2] in BATCH_NORM_BUFFERS
 
 
 def _as_message(content: RecordDict, partition: int) -> Message:
@@ -138,20 +199,3 @@ class FedAvg(FlowerStrategyMixin, FlowerFedAvg):
         >>> FedAvg(options=RoundOptions(seed=1, weighting="uniform")).options.seed
         1
     """
-
-    def __init__(self, *, options: RoundOptions | None = None, **flower: Any) -> None:
-        super().__init__(**flower)
-        self.set_up_rounds(options or RoundOptions())
-
-    @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> FedAvg:
-        """Build the strategy of a run.
-
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
-
-        Returns:
-            The strategy.
-        """
-        return cls(options=RoundOptions.from_settings(settings, experiment))

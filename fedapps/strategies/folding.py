@@ -6,6 +6,7 @@ that arrives ahead of its turn waits, in memory up to a limit and beyond it in a
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import IO
@@ -15,6 +16,10 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from fedapps.records import payload_bytes
+
+COLLECT_MB = 64
+"""MB of replies after which garbage is collected: those that are done with stay in reference cycles of Flower's records, and
+Python, which counts objects and not bytes, would let a gigabyte of them pile up."""
 
 
 class OrderedFold:
@@ -34,6 +39,7 @@ class OrderedFold:
         self._fold = fold
         self._limit = int(buffer_mb * 1e6)
         self._held = 0
+        self._done_with = 0
         self._waiting: dict[int, RecordDict | tuple[int, int] | None] = {}
         self._scratch: IO[bytes] | None = None
 
@@ -48,9 +54,11 @@ class OrderedFold:
             size = sum(payload_bytes(content).values())
             if self._held + size > self._limit:
                 self._waiting[partition] = self._spill(content)
+                self._release(size)
                 return
             self._held += size
         self._waiting[partition] = content
+        del content
         self._advance()
 
     def _advance(self) -> None:
@@ -58,12 +66,21 @@ class OrderedFold:
             partition = self._turns[self._next]
             waiting = self._waiting.pop(partition)
             self._next += 1
-            if isinstance(waiting, tuple):
-                self._fold(partition, self._read_back(*waiting))
-            elif waiting is not None:
-                self._fold(partition, waiting)
+            content = self._read_back(*waiting) if isinstance(waiting, tuple) else waiting
+            if content is not None:
+                self._fold(partition, content)
+                size = sum(payload_bytes(content).values())
+                del content, waiting
+                self._release(size)
         if not self._waiting:
             self._held = 0
+
+    def _release(self, size: int) -> None:
+        """Free the memory of replies that are done with, every `COLLECT_MB`."""
+        self._done_with += size
+        if self._done_with > COLLECT_MB * 1e6:
+            gc.collect()
+            self._done_with = 0
 
     @property
     def missing(self) -> list[int]:

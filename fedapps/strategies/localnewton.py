@@ -12,7 +12,6 @@ from flwr.serverapp.strategy import Strategy
 
 from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.records import Arrays, Reply, check_complete
-from fedapps.settings import Settings
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
 
@@ -30,19 +29,6 @@ class LocalNewton(RoundMixin, Strategy):
 
     def __init__(self, *, options: RoundOptions | None = None) -> None:
         self.set_up_rounds(options or RoundOptions())
-
-    @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> LocalNewton:
-        """Build the strategy of a run.
-
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
-
-        Returns:
-            The strategy.
-        """
-        return cls(options=RoundOptions.from_settings(settings, experiment))
 
     def begin(self, arrays: Arrays) -> None:
         """Start a round.

@@ -84,7 +84,7 @@ class RoundOptions:
             max_consecutive_failed_rounds=settings.max_consecutive_failed_rounds,
             fold_buffer_mb=settings.fold_buffer_mb,
             max_message_mb=settings.max_message_mb,
-            evaluate_clients=settings.client_evaluation != "none",
+            evaluate_clients=settings.client_evaluation != "none" or settings.exports,
             experiment=experiment,
             method=settings.method,
         )

@@ -41,6 +41,7 @@ class NodeFacts:
         method: Method that the node is set up for.
         device: Device that it computes on.
         preconditioned: Names of the tensors that would be preconditioned; empty for methods without curvature.
+        kernel: Checksum of known directions as the node draws and applies them; empty for methods without replicas.
     """
 
     partition: int
@@ -50,6 +51,7 @@ class NodeFacts:
     method: str
     device: str
     preconditioned: tuple[str, ...]
+    kernel: str = ""
 
     def to_record(self) -> ConfigRecord:
         """Pack into a record."""
@@ -62,6 +64,7 @@ class NodeFacts:
                 "method": self.method,
                 "device": self.device,
                 "preconditioned": json.dumps(self.preconditioned),
+                "kernel": self.kernel,
             }
         )
 
@@ -93,6 +96,7 @@ class NodeFacts:
                 method=str(record["method"]),
                 device=str(record["device"]),
                 preconditioned=tuple(json.loads(str(record["preconditioned"]))),
+                kernel=str(record["kernel"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(
@@ -109,6 +113,9 @@ class Roster:
         node_wait: Seconds to wait for all partitions to be there.
         num_clients: Number of clients if the nodes cannot say it; 0 = as many as are online, at least two.
         timeout: Seconds to wait for the answers to a query.
+
+    Attributes:
+        kernel: Checksum of known directions that every node must draw, or empty.
     """
 
     def __init__(self, *, method: str, experiment: str, node_wait: float, num_clients: int, timeout: float) -> None:
@@ -117,6 +124,7 @@ class Roster:
         self._node_wait = node_wait
         self._num_clients = num_clients
         self._timeout = timeout
+        self.kernel = ""
         self._seen: set[int] = set()
         self._silent: set[int] = set()
         self.facts: dict[int, NodeFacts] = {}
@@ -234,6 +242,15 @@ class Roster:
                     expected=f"method '{self._method}'",
                     got=f"'{facts.method}'",
                     do="start the node's app with the settings of the run",
+                )
+            )
+        if self.kernel and facts.kernel != self.kernel:
+            raise RosterError(
+                explain(
+                    f"{where}, kernel",
+                    expected=f"directions with checksum {self.kernel[:16]} as on the server",
+                    got=facts.kernel[:16] or "none",
+                    do="its replica would go astray at the first step: update fedapps, numba or the GPU's software there",
                 )
             )
         agreed = next((other.num_partitions for other in self.facts.values()), facts.num_partitions)

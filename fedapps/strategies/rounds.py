@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -24,6 +24,7 @@ from fedapps.records import (
     METRICS,
     NUM_EXAMPLES,
     SERVER_ROUND,
+    STORE_LOST,
     Arrays,
     Reply,
     check_reply,
@@ -31,6 +32,7 @@ from fedapps.records import (
     pack_arrays,
     unpack_arrays,
 )
+from fedapps.settings import Settings
 from fedapps.strategies.folding import OrderedFold
 from fedapps.strategies.options import RoundOptions, sample_partitions
 from fedapps.strategies.roster import Roster
@@ -57,6 +59,7 @@ class RoundReport:
         metrics: Partition -> metrics of each folded reply.
         accepted: False if the round was below the quorum and changed nothing.
         notes: Remarks of the method, such as damping that the server had to add.
+        values: Numbers of the method for the round's row, such as a step size that the server chose.
     """
 
     server_round: int
@@ -67,6 +70,7 @@ class RoundReport:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     accepted: bool = False
     notes: list[str] = field(default_factory=list)
+    values: dict[str, float] = field(default_factory=dict)
 
 
 class RoundMixin:
@@ -87,6 +91,19 @@ class RoundMixin:
     report: RoundReport
     last_folded: dict[int, int]
     failed_in_a_row: int
+
+    @classmethod
+    def from_settings(cls, settings: Settings, experiment: str) -> Self:
+        """Build the strategy of a run; a strategy with options of its own overrides this.
+
+        Args:
+            settings: The settings.
+            experiment: Identity of the experiment.
+
+        Returns:
+            The strategy.
+        """
+        return cls(options=RoundOptions.from_settings(settings, experiment))  # type: ignore[call-arg]
 
     def set_up_rounds(self, options: RoundOptions) -> None:
         """Prepare the shared state; a strategy calls it in its constructor.
@@ -137,6 +154,50 @@ class RoundMixin:
         Returns:
             The new model, by name, in the order of the old one.
         """
+
+    def sample(self, server_round: int) -> list[int]:
+        """Choose the clients of a round.
+
+        Args:
+            server_round: The round.
+
+        Returns:
+            Partition ids, ascending: a seeded sample of ``fraction_train`` of them.
+        """
+        options = self.options
+        return sample_partitions(options.seed, server_round, self.roster.num_partitions, options.fraction_train)
+
+    def arrays_to_send(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Choose what clients receive.
+
+        Args:
+            arrays: The model.
+
+        Returns:
+            The model; a method whose clients need none of it sends less.
+        """
+        return arrays
+
+    def records_for(self, partition: int, through: int) -> dict[str, ConfigRecord]:
+        """Give what one client receives beside model and config; nothing by default.
+
+        Args:
+            partition: The client.
+            through: The last round whose outcome the client is to know: the one before in training, the present one in
+                evaluation.
+
+        Returns:
+            Record name -> record.
+        """
+        return {}
+
+    def take_resends(self) -> list[Message]:
+        """Hand over messages to send once more within the round, to clients that asked for it; none by default.
+
+        Returns:
+            The messages, each once.
+        """
+        return []
 
     def state_arrays(self) -> Arrays:
         """Give the arrays that the strategy keeps over rounds, for a checkpoint."""
@@ -195,9 +256,20 @@ class RoundMixin:
         except (MessageError, CurvatureError) as problem:
             self._refuse(partition, str(problem))
             return
+        if STORE_LOST in reply.metrics:
+            self.note(f"client {partition} has lost what it kept since round {self.last_folded.get(partition, 0)}")
         self.report.folded.append(partition)
         self.report.num_examples[partition] = reply.num_examples
         self.report.metrics[partition] = reply.metrics
+
+    def note(self, text: str) -> None:
+        """Log a remark about the round, and keep it for the round's row.
+
+        Args:
+            text: The remark.
+        """
+        self.report.notes.append(text)
+        logger.warning("round %d: %s", self.report.server_round, text)
 
     def _refuse(self, partition: int, reason: str) -> None:
         self.report.refused[partition] = reason
@@ -274,15 +346,17 @@ class RoundMixin:
         """
         self.roster.refresh(grid)
         options = self.options
-        sampled = sample_partitions(options.seed, server_round, self.roster.num_partitions, options.fraction_train)
-        check_size(RecordDict({ARRAYS: arrays}), options.max_message_mb)
+        sampled = self.sample(server_round)
+        payload = self.arrays_to_send(arrays)
+        check_size(RecordDict({ARRAYS: payload}), options.max_message_mb)
         # The order of the calls matters: `begin_round` is entered with the model that the messages carry.
         self.begin_round(server_round, unpack_arrays(RecordDict({ARRAYS: arrays}), ARRAYS, "server"), sampled)
         for partition in sampled:
             if (node_id := self.roster.node_of.get(partition)) is None:
                 self.receive(partition, None, "its node is gone")
                 continue
-            content = RecordDict({ARRAYS: arrays, CONFIG: self._client_config(server_round, partition, config)})
+            records = {CONFIG: self._client_config(server_round, partition, config)}
+            content = RecordDict({ARRAYS: payload, **records, **self.records_for(partition, server_round - 1)})
             self._messages[partition] = Message(
                 content,
                 dst_node_id=node_id,
@@ -383,9 +457,16 @@ class RoundMixin:
         """
         if not self.options.evaluate_clients:
             return []
+        payload = self.arrays_to_send(arrays)
         return [
             Message(
-                RecordDict({ARRAYS: arrays, CONFIG: self._client_config(server_round, partition, config)}),
+                RecordDict(
+                    {
+                        ARRAYS: payload,
+                        CONFIG: self._client_config(server_round, partition, config),
+                        **self.records_for(partition, server_round),
+                    }
+                ),
                 dst_node_id=node_id,
                 message_type=MessageType.EVALUATE,
                 group_id=str(server_round),

@@ -14,8 +14,9 @@ from scipy.sparse import csr_array
 
 from fedapps.errors import TaskError, explain
 from fedapps.tasks.base import DATA_VARIABLE, Data
+from fedapps.tasks.compressed import find_compressed
 from fedapps.tasks.convex_task import ConvexTask
-from fedapps.tasks.libsvm_file import SUFFIXES, line_of_row, read_libsvm
+from fedapps.tasks.libsvm_file import line_of_row, read_libsvm
 from fedapps.tasks.options import Option
 
 DATASETS_PAGE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
@@ -84,11 +85,8 @@ class LibsvmTask(ConvexTask):
         path, folder = Path(name).expanduser(), self.data_dir
         folders = [folder, folder / "libsvm"] if folder else []
         places = [path] if path.is_absolute() else [folder / path for folder in folders]
-        for place in places:
-            for suffix in SUFFIXES:
-                candidate = place.with_name(place.name + suffix)
-                if candidate.is_file():
-                    return candidate
+        if found := find_compressed(places):
+            return found
         looked = " and ".join(map(str, places)) or f"no folder, since neither --data-dir nor {DATA_VARIABLE} is set"
         raise TaskError(
             explain(

@@ -7,23 +7,17 @@ find the place.
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
 import math
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from fedapps.errors import TaskError, explain
-
-SUFFIXES = ("", ".gz", ".xz", ".bz2")
-"""Endings of the files that can be read; the last three mean compression."""
+from fedapps.tasks.compressed import DAMAGED, open_compressed
 
 
 def read_libsvm(path: Path, num_features: int = 0) -> tuple[csr_array, NDArray[np.float64]]:
@@ -41,9 +35,9 @@ def read_libsvm(path: Path, num_features: int = 0) -> tuple[csr_array, NDArray[n
     """
     load = _sklearn_reader()
     try:
-        with _open(path) as file:
+        with open_compressed(path) as file:
             features, labels = load(file, n_features=num_features or None, dtype=np.float64, zero_based=False)
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except DAMAGED as error:
         raise TaskError(
             explain(f"file {path}", expected="a readable file", got=str(error), do="get it again")
         ) from error
@@ -84,14 +78,9 @@ def _sklearn_reader() -> Any:
     return load_svmlight_file
 
 
-def _open(path: Path) -> IO[bytes]:
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-    return cast(IO[bytes], openers.get(path.suffix, open)(path, "rb"))
-
-
 def _examples(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the tokens of each line that holds an example."""
-    with _open(path) as file:
+    with open_compressed(path) as file:
         for number, line in enumerate(file, start=1):
             tokens = line.split(b"#", 1)[0].decode("utf-8", errors="replace").split()
             if tokens:

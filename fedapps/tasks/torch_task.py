@@ -34,7 +34,8 @@ The smallest task says where the data comes from and what the model is::
 Saved as ``my_pkg/my_mod.py`` in a folder on the Python path, it is ``--task my_pkg.my_mod:MyTask``, its options are
 ``--set task-options='examples = 1000'``, and its column serves ``--partition column --set partition-column=site``.
 Everything else has a default that a task may override: `TorchTask.criterion` (another loss of the model's outputs),
-`TorchTask.metrics` (other metrics), `TorchTask.loss` (a loss that needs more than the outputs).
+`TorchTask.metrics` (other metrics), `TorchTask.loss` (a loss that needs more than the outputs), `TorchTask.augment`
+(random changes of training examples), `TorchTask.tensors` (how examples become tensors).
 '''
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from torch.nn import functional
 
 from fedapps.errors import TaskError, explain
 from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
-from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays
+from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
 
 EVALUATION_BATCH = 256
 """Examples in a batch of an evaluation."""
@@ -131,6 +132,18 @@ class TorchTask(Task):
         hits = outputs.argmax(dim=1) == targets
         return {"loss": self.criterion(outputs, targets), "accuracy": hits.float().mean()}
 
+    def augment(self, batch: Data, random: np.random.Generator) -> Data:
+        """Change the examples of a training batch at random; not called in evaluation.
+
+        Args:
+            batch: The examples, before `tensors`; to be left unchanged.
+            random: Where every draw must come from: seeded by seed, round and partition, equal in all engines.
+
+        Returns:
+            As many examples; the same ones unless overridden.
+        """
+        return batch
+
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
         """Build the model that training starts from; torch's global generator is left as it was.
 
@@ -141,6 +154,14 @@ class TorchTask(Task):
             Name -> array of trainable parameters and persistent buffers.
         """
         return module_arrays(self._build(seed))
+
+    def trainable_names(self) -> list[str]:
+        """List the trainable tensors.
+
+        Returns:
+            Names in the order of `initial_arrays`, without buffers.
+        """
+        return trainable_names(self._build(self.config.seed))
 
     def module(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> torch.nn.Module:
         """Build a model and fill it; torch's global generator is left as it was.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from fedapps.curvature import layers
-from fedapps.curvature.foof import covariance
-from fedapps.curvature.layers import input_rows, model_layout, register_layer
+from fedapps.curvature.gram import covariance
+from fedapps.curvature.layers import count_rows, input_moment, input_rows, model_layout, register_layer
 from fedapps.curvature.layout import BlockSpec
 
 GEOMETRIES = {
@@ -43,7 +47,7 @@ def test_convolution_is_its_matrix_times_its_rows(geometry: dict[str, object], b
     """A05: ``W_flat`` (bias as last column) times each patch is the output at that position."""
     conv = nn.Conv2d(3, 4, bias=bias, dtype=torch.float64, **geometry)
     x = _images()
-    rows = input_rows(conv, x)
+    rows = input_rows(conv, x)[0]
     W = conv.weight.flatten(1)
     if bias:
         W = torch.cat([W, conv.bias[:, None]], dim=1)
@@ -65,7 +69,7 @@ def test_covariance_is_the_mean_of_the_patches_outer_products(geometry: dict[str
     for patch in positions:
         a = torch.cat([patch, torch.ones(1, dtype=torch.float64)])
         expected += torch.outer(a, a) / len(positions)
-    torch.testing.assert_close(covariance(input_rows(conv, x)), expected)
+    torch.testing.assert_close(covariance(input_rows(conv, x))[0], expected)
 
 
 def test_one_image_without_batch_is_a_batch_of_one() -> None:
@@ -77,7 +81,7 @@ def test_one_image_without_batch_is_a_batch_of_one() -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_linear_flattens_batch_and_sequence(shape: tuple[int, ...], bias: bool) -> None:
     linear = nn.Linear(6, 3, bias=bias)
-    rows = input_rows(linear, torch.randn(shape))
+    (rows,) = input_rows(linear, torch.randn(shape))
     assert rows.shape == (torch.Size(shape[:-1]).numel(), 6 + bias)
     if bias:
         assert (rows[:, -1] == 1).all()
@@ -124,12 +128,61 @@ def test_layout_says_for_every_trainable_parameter_what_happens() -> None:
     }
 
 
-@pytest.mark.parametrize(("out", "groups"), [(8, 2), (4, 4)], ids=["grouped", "depthwise"])
-def test_grouped_convolution_is_named_as_averaged(out: int, groups: int) -> None:
-    """A03."""
-    layout = model_layout(nn.Sequential(nn.Conv2d(4, out, 3, groups=groups), nn.Conv2d(out, 2, 3)))
-    assert [spec.layer for spec in layout.blocks] == ["1"]
-    assert layout.averaged == dict.fromkeys(["0.weight", "0.bias"], f"Conv2d with groups={groups}")
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("out", "groups"), [(8, 2), (4, 4), (8, 1)], ids=["grouped", "depthwise", "one group"])
+def test_grouped_convolution_has_the_block_of_each_groups_channels(out: int, groups: int, bias: bool) -> None:
+    """A03: each group is a convolution of its own channels; ``functional.unfold`` of those is the brute force."""
+    conv = nn.Conv2d(4, out, 3, groups=groups, padding=1, bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    (spec,) = model_layout(conv).blocks
+    inner = 4 // groups
+    assert (spec.rows, spec.width, spec.groups) == (out, inner * 9 + bias, groups)
+    assert len(spec.tiles) == groups
+    blocks = covariance(input_rows(conv, x))
+    moment = input_moment(conv, x)
+    for group in range(groups):
+        channels = x[:, group * inner : (group + 1) * inner]
+        patches = nn.functional.unfold(channels, 3, padding=1).transpose(1, 2).flatten(0, 1)
+        if bias:
+            patches = torch.cat([patches, torch.ones(len(patches), 1, dtype=torch.float64)], dim=1)
+        torch.testing.assert_close(blocks[group], patches.T @ patches / len(patches))
+        if moment is not None:
+            torch.testing.assert_close(moment[group], patches.T @ patches)
+    report = model_layout(nn.Sequential(conv)).report()
+    assert (f"{groups} blocks {spec.width} x {spec.width}" in report) == (groups > 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "image", "options"),
+    [
+        (nn.Conv1d, (9,), {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 2}),
+        (nn.Conv1d, (9,), {"kernel_size": 4, "padding": 2, "padding_mode": "reflect"}),
+        (nn.Conv3d, (5, 6, 4), {"kernel_size": (2, 3, 1), "stride": (1, 2, 1), "padding": (1, 0, 1)}),
+        (nn.Conv3d, (5, 6, 4), {"kernel_size": 2, "padding": "same", "dilation": 2, "padding_mode": "circular"}),
+    ],
+    ids=["1-d", "1-d, reflect", "3-d", "3-d, circular, same"],
+)
+def test_convolutions_of_one_and_three_dimensions(
+    kind: type[nn.Conv1d | nn.Conv3d], image: tuple[int, ...], options: dict[str, Any], groups: int
+) -> None:
+    """``W_flat`` (bias as last column) of each group times its rows is the output of the group."""
+    torch.manual_seed(0)
+    conv = kind(4, 6, groups=groups, dtype=torch.float64, **options)
+    x = torch.randn(2, 4, *image, dtype=torch.float64)
+    rows = input_rows(conv, x)
+    assert rows.shape[1] == count_rows(conv, x)
+    W = torch.cat([conv.weight.flatten(1), conv.bias[:, None]], dim=1).unflatten(0, (groups, -1))
+    expected = conv(x).flatten(2).transpose(1, 2).flatten(0, 1)  # (batch * positions, out)
+    torch.testing.assert_close(torch.cat(list(rows @ W.mT), dim=1), expected)
+
+
+def test_wide_layer_is_cut_into_even_blocks() -> None:
+    model = nn.Sequential(nn.Linear(9, 2), nn.Linear(2, 3, bias=False))
+    layout = model_layout(model, max_width=4)
+    assert [tile.width for tile in layout.blocks[0].tiles] == [3, 3, 4]
+    assert layout.blocks[1].tiles == model_layout(model).blocks[1].tiles
+    assert "0.weight: preconditioned, 3 blocks 4 x 4 or 3 x 3" in layout.report()
 
 
 def test_tied_weight_is_averaged_once_and_the_bias_with_it() -> None:
@@ -159,7 +212,7 @@ def test_frozen_weight_has_no_block_and_a_frozen_bias_is_not_folded() -> None:
     layout = model_layout(model)
     assert layout.blocks == (BlockSpec("2", ("2.weight",), 2, 3),)
     assert layout.averaged == {"1.bias": "its layer's weight is frozen"}
-    assert input_rows(model[2], torch.randn(4, 3)).shape == (4, 3)
+    assert input_rows(model[2], torch.randn(4, 3)).shape == (1, 4, 3)
 
 
 def test_weight_computed_from_other_parameters_has_no_block() -> None:
@@ -189,23 +242,48 @@ def test_subclass_is_covered_unless_it_computes_something_else() -> None:
     assert layout.averaged["1.weight"] == "Other has no block"
 
 
+class Stored(nn.Module):
+    """A linear layer ``(in, out)``, as GPT-2's."""
+
+    def __init__(self, out: int = 4, width: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, out))
+        self.bias = nn.Parameter(torch.randn(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
 def test_layer_type_is_added_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_LAYER_TYPES", dict(layers._LAYER_TYPES))
+    assert not model_layout(Stored()).blocks
 
-    class Conv1D(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 4))
-            self.bias = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.weight + self.bias
-
-    assert not model_layout(Conv1D()).blocks
-
-    @register_layer(Conv1D, transposed=True)
-    def rows(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
+    @register_layer(Stored, transposed=True)
+    def rows(module: Stored, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(0, -2)
 
-    assert model_layout(Conv1D()).blocks == (BlockSpec("", ("weight", "bias"), 4, 6, transposed=True),)
-    assert input_rows(Conv1D(), torch.randn(2, 3, 5)).shape == (6, 6)
+    assert model_layout(Stored()).blocks == (BlockSpec("", ("weight", "bias"), 4, 6, transposed=True),)
+    assert input_rows(Stored(), torch.randn(2, 3, 5)).shape == (1, 6, 6)
+
+
+def _check_conv1d(layer: nn.Module) -> None:
+    """``rows @ W'`` with ``W`` from the transposed weight is the layer's output."""
+    (spec,) = model_layout(layer).blocks
+    assert (spec.rows, spec.width, spec.transposed) == (4, 6, True)
+    x = torch.randn(2, 3, 5)
+    W = torch.cat([layer.weight.T, layer.bias[:, None]], dim=1)
+    torch.testing.assert_close(input_rows(layer, x)[0] @ W.T, layer(x).flatten(0, 1))
+
+
+def test_conv1d_of_transformers_is_known_without_importing_it() -> None:
+    """By name, so this stand-in, which says that it comes from there, is one."""
+    assert not model_layout(Stored()).blocks
+    named = type("Conv1D", (Stored,), {"__module__": "transformers.pytorch_utils", "forward": Stored.forward})
+    _check_conv1d(named())
+    code = "import sys, fedapps.curvature.foof; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_conv1d_of_transformers_itself() -> None:
+    utils = pytest.importorskip("transformers.pytorch_utils", reason="transformers is not installed")
+    _check_conv1d(utils.Conv1D(4, 5))

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from fedapps.curvature.layout import Block, BlockSpec, Layout, check_block, from_matrix, layout_from_json, to_matrix
-from fedapps.curvature.packing import pack_upper
+from fedapps.curvature.layout import BlockSpec, Layout, from_matrix, layout_from_json, to_matrix
 from fedapps.errors import MessageError
 
 LINEAR = BlockSpec("fc1", ("fc1.weight", "fc1.bias"), rows=4, width=6)
@@ -120,6 +119,8 @@ def _changed(**changes: object) -> str:
         (_changed(parameters=[1]), "client 3, layout: .*parameters"),
         (_changed(parameters=[]), "layer 'fc1': expected a weight and at most one bias"),
         (_changed(rows=0), "layer 'fc1': .*0 rows"),
+        (_changed(groups=3), "layer 'fc1': expected groups that divide the rows.* got 3 groups of 4 rows"),
+        (_changed(cut=-1), "layer 'fc1': .*cut -1"),
     ],
     ids=[
         "no JSON",
@@ -131,6 +132,8 @@ def _changed(**changes: object) -> str:
         "number as name",
         "no weight",
         "no rows",
+        "groups that do not divide",
+        "negative cut",
     ],
 )
 def test_malformed_layout_is_refused_by_name(text: str, message: str) -> None:
@@ -138,27 +141,10 @@ def test_malformed_layout_is_refused_by_name(text: str, message: str) -> None:
         layout_from_json(text, "client 3")
 
 
-def test_block_that_fits_passes() -> None:
-    check_block(Block(LINEAR, pack_upper(np.eye(6)), np.ones((4, 6))), "client 3")
-
-
-@pytest.mark.parametrize(
-    ("curvature", "product", "message"),
-    [
-        (
-            pack_upper(np.eye(5)),
-            np.ones((4, 6)),
-            r"^layer 'fc1', client 3: expected P of shape \(6, 6\), got \(5, 5\); "
-            r"fold the bias on both ends or on neither$",
-        ),
-        (pack_upper(np.eye(6)), np.ones((4, 5)), r"layer 'fc1', client 3: expected M of shape \(4, 6\), got \(4, 5\)"),
-        (np.ones(20), np.ones((4, 6)), r"got 20 numbers, which are no triangle"),
-        (np.eye(6), np.ones((4, 6)), r"got an array of shape \(6, 6\) that is not packed"),
-        (pack_upper(np.diag([1, 1, np.nan, 1, 1, 1])), np.ones((4, 6)), "finite numbers in P, got 1 of 21"),
-        (pack_upper(np.eye(6)), np.full((4, 6), np.inf), "finite numbers in M, got 24 of 24"),
-    ],
-    ids=["P without bias", "M without bias", "no triangle", "not packed", "NaN in P", "infinity in M"],
-)
-def test_block_that_does_not_fit_is_refused(curvature: np.ndarray, product: np.ndarray, message: str) -> None:
-    with pytest.raises(MessageError, match=message):
-        check_block(Block(LINEAR, curvature, product), "client 3")
+def test_tiles_go_group_by_group_and_from_left_to_right() -> None:
+    spec = BlockSpec("conv", ("conv.weight",), rows=4, width=5, groups=2, cut=3)
+    assert [(t.rows, t.columns) for t in spec.tiles] == [
+        (slice(0, 2), slice(0, 2)), (slice(0, 2), slice(2, 5)), (slice(2, 4), slice(0, 2)), (slice(2, 4), slice(2, 5)),
+    ]  # fmt: skip
+    assert spec.curvature_size == 2 * (3 + 6)
+    assert Layout((spec,)).report() == "conv.weight: preconditioned, 4 blocks 3 x 3 or 2 x 2"

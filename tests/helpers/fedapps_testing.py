@@ -12,6 +12,7 @@ from fedapps.client_apps.first_order import train as train_first_order
 from fedapps.client_apps.work import ClientWork
 from fedapps.methods import Method
 from fedapps.tasks.base import Data, Option
+from fedapps.tasks.synthetic import SyntheticLinearTask
 from fedapps.tasks.torch_task import TorchTask
 
 
@@ -38,6 +39,60 @@ class BatchNormSites(Sites):
 
     def build_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+class TiedNet(torch.nn.Module):
+    """A tiny language model: the head's weight is the embedding's, as in many transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(4, 3)
+        self.head = torch.nn.Linear(3, 4)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+class TiedSites(Sites):
+    """Tell the next token from the present one."""
+
+    def load(self) -> tuple[Data, Data]:
+        data, test = super().load()
+        return (Data(np.arange(len(part)) % 4, (np.arange(len(part)) + 1) % 4, part.columns) for part in (data, test))
+
+    def build_model(self) -> torch.nn.Module:
+        return TiedNet()
+
+
+class Conflict(Sites):
+    """Three clients with the same sixteen inputs; client k says that everything is class k."""
+
+    def load(self) -> tuple[Data, Data]:
+        inputs = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+        site = np.repeat(np.arange(3), 16)
+        data = Data(np.tile(inputs, (3, 1)), site, {"site": site})
+        return data, data
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+
+
+class Lines(SyntheticLinearTask):
+    """Linear regression whose clients have unequal numbers of examples."""
+
+    OPTIONS: ClassVar = {
+        "sizes": Option("6,18", "examples of each site"),
+        "dimension": Option(3, "number of parameters"),
+    }
+
+    def load(self) -> tuple[Data, Data]:
+        data, _ = super().load()
+        sizes = [int(size) for size in self.options["sizes"].split(",")]
+        chosen = np.concatenate([np.flatnonzero(data.columns["client"] == i)[:n] for i, n in enumerate(sizes)])
+        mine = data.take(chosen)
+        mine = Data(mine.inputs, mine.targets, {**mine.columns, "site": mine.columns["client"]})
+        return mine, mine.take([])
 
 
 class FailingSites(Sites):

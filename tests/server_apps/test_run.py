@@ -14,12 +14,15 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 
 from fedapps.errors import CheckpointError, RoundFailedError, SettingsError
 from fedapps.records import pack_arrays, unpack_arrays
+from fedapps.tasks import TaskConfig, load_task
+from fedapps.tasks.torch_task import TorchTask
 
 from ..simulation import runs
 
 short_run, assert_same_model = runs.short_run, runs.assert_same_model
 
-METHODS = ["fedavg", "fedpm", "localnewton"]
+METHODS = ["fedavg", "fedpm", "localnewton", "fedavgm", "fedprox", "fedadam", "fedyogi", "fedadagrad"]
+PERSONAL = ["fedclup", "pfedme", "ditto", "localtrain"]
 
 pytestmark = pytest.mark.usefixtures("own_module")
 
@@ -77,7 +80,7 @@ def _asked(reply: Message) -> Message:
 # The same bits, whatever the order and the number of workers --------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *PERSONAL])
 def test_workers_order_of_arrival_and_waiting_on_disk_change_nothing(tmp_path: Path, method: str) -> None:
     """A24."""
     config = {"method": method, "num-server-rounds": 3}
@@ -106,7 +109,7 @@ def test_extra_evaluation_changes_neither_sampling_nor_model(tmp_path: Path) -> 
     assert 0 <= more.rows("client-evaluate")[-1]["client-test-accuracy-worst-decile"] <= 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *PERSONAL])
 def test_another_seed_gives_another_model(tmp_path: Path, method: str) -> None:
     first = short_run(tmp_path / "1", {"method": method, "seed": 1})
     second = short_run(tmp_path / "2", {"method": method, "seed": 2})
@@ -152,7 +155,7 @@ def test_fail_fast_ends_the_run_with_client_round_and_cause(tmp_path: Path) -> N
     assert summary["rounds"] == 1
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedpm"])
+@pytest.mark.parametrize("method", ["fedavg", "fedpm", "fedadam"])
 def test_a_round_below_the_quorum_changes_nothing(tmp_path: Path, method: str) -> None:
     config = {"method": method, "min-replies": 3}
     one = short_run(tmp_path / "one", {**config, "num-server-rounds": 1})
@@ -193,7 +196,7 @@ def test_a_diverged_client_is_refused_and_a_diverged_run_fails(tmp_path: Path) -
 # Resume --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*METHODS, "fedapps_testing:MEMORY"])
+@pytest.mark.parametrize("method", [*METHODS, *PERSONAL, "fedapps_testing:MEMORY"])
 def test_three_rounds_and_a_resume_are_six_rounds(tmp_path: Path, method: str) -> None:
     """A26."""
     config = {"method": method, "fraction-train": 0.67, "client-test-fraction": 0.34, "client-evaluation": "every"}
@@ -282,6 +285,39 @@ def test_batch_norm_statistics_are_averaged_and_counters_kept(tmp_path: Path, me
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_tied_weights_travel_once_and_stay_tied(tmp_path: Path, method: str) -> None:
+    """A30: head and embedding are one tensor, under its first name."""
+    run = short_run(tmp_path / "run", {"method": method, "task": "fedapps_testing:TiedSites"})
+    size = 4 * (4 * 3 + 4)
+    assert list(run.model) == ["embedding.weight", "head.bias"]
+    ledger = [row for row in run.folder.read_ledger() if row["kind"] == "train"]
+    assert {row["payload"]["arrays"] for row in ledger if row["direction"] == "down"} == {size}
+    if method != "fedpm":  # It sends parameters in curvature blocks.
+        assert {row["payload"]["arrays"] for row in ledger if row["direction"] == "up"} == {size}
+    task = load_task("fedapps_testing:TiedSites", TaskConfig())
+    assert isinstance(task, TorchTask)
+    model = task.module(run.model)
+    assert model.head.weight is model.embedding.weight
+    assert sum(value.size for value in run.model.values()) == sum(p.numel() for p in model.parameters())
+    assert not np.array_equal(run.model["embedding.weight"], task.initial_arrays(0)["embedding.weight"])
+
+
+@pytest.mark.parametrize("method", ["fedavgm", "fedadam", "fedyogi", "fedadagrad"])
+def test_variances_stay_positive_and_counters_integer_under_server_optimisers(tmp_path: Path, method: str) -> None:
+    """With steps so long that a variance taken for a parameter would go below zero; see the strategies' own tests."""
+    config = {
+        "method": method, "task": "fedapps_testing:BatchNormSites", "num-server-rounds": 5, "lr": 0.01,
+        f"{method}.server-lr": 3.0,
+    }  # fmt: skip
+    run = short_run(tmp_path / "run", config)
+    counter = run.model["1.num_batches_tracked"]
+    # Six examples in batches of four, twice a round on each client.
+    assert (counter.dtype, counter.shape, int(counter)) == (np.int64, (), 10)
+    assert (run.model["1.running_var"] > 0).all()
+    assert run.summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("method", [*METHODS, *PERSONAL])
 @pytest.mark.parametrize("task", ["Sites", "BatchNormSites"])
 def test_clients_of_any_size_from_one_example_work(tmp_path: Path, method: str, task: str) -> None:
     """A16: batch 8, clients of 3, 8, 9 and 1 examples, with and without batch normalisation."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedapps.methods import resolve_settings
 from fedapps.results.run_folder import RunFolder
+from fedapps.results.storage import load_arrays
 from fedapps.simulation.inprocess import Fault, run_inprocess
 
 SITES = {
@@ -55,6 +56,13 @@ def short_run(
     resolve_settings(settings)
     run_inprocess(settings, clients, workers=workers, faults=faults, late=late)
     return Left(RunFolder.open(path))
+
+
+def client_states(folder: Path) -> dict[int, dict[str, np.ndarray]]:
+    """What every client keeps of its last folded reply, by partition."""
+    last = RunFolder.open(folder).load_checkpoint().last_folded
+    found = {i: list(folder.glob(f"clients/*/client-{i}/round-{number}.safetensors")) for i, number in last.items()}
+    return {i: load_arrays(paths[0]) for i, paths in found.items() if paths}
 
 
 def assert_same_model(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> None:

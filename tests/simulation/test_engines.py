@@ -22,7 +22,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 pytestmark = pytest.mark.usefixtures("own_module")
 
 
-@pytest.mark.parametrize(("method", "actors"), [("fedpm", 2), ("fedavg", 1)])
+@pytest.mark.parametrize(("method", "actors"), [("fedpm", 2), ("fedavg", 1), ("fedclup", 2)])
 def test_simulation_gives_the_bits_of_the_inprocess_engine(tmp_path: Path, method: str, actors: int) -> None:
     config = {**runs.SITES, "method": method, "client-test-fraction": 0.34, "client-evaluation": "last"}
     inprocess = runs.short_run(tmp_path / "inprocess", config)
@@ -33,6 +33,11 @@ def test_simulation_gives_the_bits_of_the_inprocess_engine(tmp_path: Path, metho
     assert ended.folder is not None
     folder = RunFolder.open(ended.folder)
     runs.assert_same_model(inprocess.model, folder.read_model())
+    kept = [runs.client_states(path) for path in (tmp_path / "inprocess", ended.folder)]
+    assert kept[0].keys() == kept[1].keys()
+    assert len(kept[0]) == (3 if method == "fedclup" else 0)
+    for partition, state in kept[0].items():
+        runs.assert_same_model(state, kept[1][partition])
     assert [(row["round"], row["phase"]) for row in rows] == [
         (row["round"], row["phase"]) for row in inprocess.folder.read_metrics()
     ]

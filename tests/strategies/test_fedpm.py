@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from fedapps.curvature.layout import BlockSpec, Layout
-from fedapps.curvature.packing import pack_upper
+from fedapps.curvature.blocks import WireDtype, factor_block, triangle_block
+from fedapps.curvature.layout import BlockSpec, Layout, to_matrix
+from fedapps.curvature.packing import pack_upper, unpack_upper
 from fedapps.errors import RoundFailedError
 from fedapps.records import pack_arrays, payload_bytes, unpack_arrays
 from fedapps.strategies import FedAvg, FedPM, LocalNewton, RoundOptions
@@ -143,6 +144,149 @@ def test_the_payload_is_model_and_triangle() -> None:
     assert (sizes["products"], sizes["curvature"]) == (60, 60)
 
 
+# Clients that differ, and other forms of P -------------------------------------------------------------
+
+
+def plain_reply(model: dict[str, np.ndarray], num_examples: int) -> RecordDict:
+    """The reply of a client that has no block at all: its layer type is not registered, say."""
+    return RecordDict(
+        {
+            "arrays": pack_arrays({n: v for n, v in model.items() if n != "counter"}),
+            "buffers": pack_arrays({"counter": model["counter"]}),
+            "products": pack_arrays({}),
+            "curvature": pack_arrays({}),
+            "layout": ConfigRecord({"layout": Layout((), dict.fromkeys(SPEC.parameters, "unknown layer")).to_json()}),
+            "metrics": MetricRecord({"num-examples": num_examples}),
+        }
+    )
+
+
+def identity_reply(model: dict[str, np.ndarray], scale: float, num_examples: int) -> RecordDict:
+    """The reply of a client whose layer had no input."""
+    content = reply_of(model, scale * np.eye(5), num_examples)
+    content["curvature"] = pack_arrays({"fc": np.array([scale], np.float32)})
+    return content
+
+
+def mixed(models: list[dict[str, np.ndarray]], Ps: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+    """Equation 8 in float64."""
+    right = sum(n * matrix(m) @ P for n, m, P in zip(sizes, models, Ps, strict=True))
+    return np.asarray(right @ np.linalg.inv(sum(n * P for n, P in zip(sizes, Ps, strict=True))))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
+def test_a_client_without_a_block_takes_part_with_the_identity(order: list[int]) -> None:
+    """It took plain gradient steps, which divide by ``I``. None is refused, whoever comes first, and the report names it."""
+    models = [trained(i) for i in range(3)]
+    for without in (0, 2):
+        Ps = [np.eye(5) if i == without else curvature(i) for i in range(3)]
+        replies = {
+            i: plain_reply(m, SIZES[i]) if i == without else reply_of(m, Ps[i], SIZES[i]) for i, m in enumerate(models)
+        }
+        strategy = FedPM()
+        new = mix(strategy, replies, order)
+        np.testing.assert_allclose(matrix(new), mixed(models, Ps, SIZES), rtol=1e-5, atol=1e-5)
+        scale = sum(n * m["scale"].astype(np.float64) for n, m in zip(SIZES, models, strict=True)) / 100
+        np.testing.assert_allclose(new["scale"], scale, rtol=1e-6)
+        assert strategy.report.folded == [0, 1, 2]
+        assert strategy.report.notes == [f"layer 'fc': no block from client {without}, mixed with P = I"]
+        assert list(new) == list(MODEL)
+
+
+def test_clients_without_any_block_are_averaged() -> None:
+    models = [trained(i) for i in range(2)]
+    new = mix(FedPM(), {i: plain_reply(m, SIZES[i]) for i, m in enumerate(models)})
+    np.testing.assert_allclose(matrix(new), (10 * matrix(models[0]) + 30 * matrix(models[1])) / 40, rtol=1e-6)
+
+
+def test_a_layer_without_input_on_a_client_takes_part_with_its_damping() -> None:
+    """``A = 0``: the pooled curvature is that of the others, and every client's damping."""
+    models = [trained(i) for i in range(3)]
+    Ps = [curvature(0), 0.25 * np.eye(5), 0.25 * np.eye(5)]
+    replies = {
+        i: identity_reply(m, 0.25, SIZES[i]) if i else reply_of(m, Ps[0], SIZES[0]) for i, m in enumerate(models)
+    }
+    strategy = FedPM()
+    np.testing.assert_allclose(matrix(mix(strategy, replies)), mixed(models, Ps, SIZES), rtol=1e-5, atol=1e-5)
+    assert strategy.report.folded == [0, 1, 2]
+    assert re.search("layer 'fc': no input on clients 1, 2", strategy.report.notes[0])
+
+
+@pytest.mark.parametrize("damping", [0.25, 0.0])
+def test_a_layer_without_input_on_every_client_is_averaged_or_left_alone(damping: float) -> None:
+    """With damping the mean; without it the layer cannot have moved, and stays bitwise."""
+    models = [trained(i) for i in range(2)] if damping else [MODEL, MODEL]
+    new = mix(FedPM(), {i: identity_reply(m, damping, SIZES[i]) for i, m in enumerate(models)})
+    expected = (10 * matrix(models[0]) + 30 * matrix(models[1])) / 40 if damping else matrix(MODEL)
+    np.testing.assert_allclose(matrix(new), expected, rtol=0 if damping == 0 else 1e-5)
+
+
+def test_each_group_and_each_piece_of_a_cut_layer_is_mixed_by_itself() -> None:
+    spec = BlockSpec("conv", ("conv.weight", "conv.bias"), rows=4, width=5, groups=2, cut=3)
+    random = np.random.default_rng(0)
+    model = {"conv.weight": random.normal(size=(4, 2, 2, 1)), "conv.bias": random.normal(size=4)}
+    replies, ends, tiles = {}, [], []
+    for i in range(2):
+        end = {n: v + random.normal(size=v.shape) for n, v in model.items()}
+        Ps = [np.diag(random.uniform(1, 2, tile.width)) + 0.3 for tile in spec.tiles]
+        delta = to_matrix(end, spec) - to_matrix(model, spec)
+        block = triangle_block(spec, Ps, delta, WireDtype.FLOAT32)
+        replies[i] = RecordDict(
+            {
+                "arrays": pack_arrays({}),
+                "products": pack_arrays({"conv": block.product}),
+                "curvature": pack_arrays({"conv": block.curvature}),
+                "layout": ConfigRecord({"layout": Layout((spec,)).to_json()}),
+                "metrics": MetricRecord({"num-examples": SIZES[i]}),
+            }
+        )
+        ends.append(to_matrix(end, spec))
+        tiles.append(Ps)
+    strategy = FedPM()
+    strategy.begin_round(1, model, [0, 1])
+    for i, content in replies.items():
+        strategy.receive(i, content)
+    new = strategy.end_round()
+    assert new is not None
+    for number, (rows, columns) in enumerate(spec.tiles):
+        P, Q = tiles[0][number], tiles[1][number]
+        expected = (10 * ends[0][rows, columns] @ P + 30 * ends[1][rows, columns] @ Q) @ np.linalg.inv(10 * P + 30 * Q)
+        np.testing.assert_allclose(to_matrix(new, spec)[rows, columns], expected, rtol=1e-9)
+
+
+def coded_reply(seed: int, dtype: WireDtype, *, factor: bool) -> tuple[RecordDict, np.ndarray]:
+    """A reply whose ``P`` travels in another form, and ``P`` as it comes out."""
+    model = trained(seed)
+    U = np.triu(np.random.default_rng(seed).normal(size=(2, 5))).astype(np.float32)
+    delta = matrix(model) - matrix(MODEL)
+    block = (
+        factor_block(SPEC, [U], [0.5], delta, dtype)
+        if factor
+        else triangle_block(SPEC, [U.T @ U + np.float32(0.5) * np.eye(5, dtype=np.float32)], delta, dtype)
+    )
+    content = reply_of(model, np.eye(5), SIZES[seed])
+    content["products"], content["curvature"] = pack_arrays({"fc": block.product}), pack_arrays({"fc": block.curvature})
+    tags = {"wire": "bfloat16"} if dtype is WireDtype.BFLOAT16 else {}
+    tags |= {"factors": '{"fc": 2}'} if factor else {}
+    content["layout"] = ConfigRecord({"layout": LAYOUT.to_json(), **tags})
+    return content, unpack_upper(next(block.tiles())[1])
+
+
+@pytest.mark.parametrize("factor", [False, True], ids=["triangle", "factor"])
+@pytest.mark.parametrize("dtype", list(WireDtype))
+def test_other_forms_are_mixed_as_what_they_stand_for(dtype: WireDtype, factor: bool) -> None:
+    """Also among clients that send the plain form."""
+    coded = [coded_reply(i, dtype, factor=factor) for i in range(2)]
+    plain = curvature(2)
+    new = mix(FedPM(), {0: coded[0][0], 1: coded[1][0], 2: reply_of(trained(2), plain, SIZES[2])})
+    expected = mixed([trained(i) for i in range(3)], [coded[0][1], coded[1][1], plain], SIZES)
+    np.testing.assert_allclose(matrix(new), expected, rtol=1e-5, atol=1e-5)
+
+
+def _tag(**tags: str) -> Callable[[RecordDict], None]:
+    return lambda c: c.__setitem__("layout", ConfigRecord({"layout": LAYOUT.to_json(), **tags}))
+
+
 def _replace(record: str, name: str, value: np.ndarray) -> Callable[[RecordDict], None]:
     return lambda c: c.__setitem__(record, pack_arrays({**unpack_arrays(c, record, ""), name: value}))
 
@@ -170,6 +314,29 @@ MALFORMED: dict[str, tuple[Callable[[RecordDict], None], str]] = {
         "client 1",
     ),
     "another layout than the others": (_relayout(NO_BIAS), "as from the other clients"),
+    "a cut that the others do not make": (
+        _relayout(Layout((replace(SPEC, cut=3),), LAYOUT.averaged)),
+        "expected 'fc' with fc.weight and fc.bias, 3 rows, block 5 x 5 as from the other clients, got 'fc' with",
+    ),
+    "the same parameters under another name": (
+        _relayout(Layout((replace(SPEC, layer="fc2"),), LAYOUT.averaged)),
+        "layer 'fc2', client 1, layout: expected 'fc' with",
+    ),
+    "a parameter in two blocks": (
+        _relayout(Layout((SPEC, replace(SPEC, layer="fc2")), LAYOUT.averaged)),
+        "expected every parameter in one block",
+    ),
+    "bfloat16 that is none": (_tag(wire="bfloat16"), "expected P in bfloat16 patterns (uint16)"),
+    "bfloat16 without a word": (
+        _replace("curvature", "fc", np.zeros(15, np.uint16)),
+        "layer 'fc', client 1: expected P in float32 or float64, M in floats, got uint16",
+    ),
+    "factors that are no JSON": (_tag(factors="?"), "entry 'factors' of record 'layout'"),
+    "factors of an unknown layer": (_tag(factors='{"fc9": 2}'), "an unknown layer"),
+    "factors of no rows": (_tag(factors='{"fc": 0}'), "a number of rows that is not positive"),
+    "a list of factors": (_tag(factors="[2]"), "entry 'factors'"),
+    "factors of more rows than the width": (_tag(factors='{"fc": 6}'), "expected a factor of at most 5 rows, got 6"),
+    "a triangle that is said to be a factor": (_tag(factors='{"fc": 2}'), "as factors of 2 rows: 10 numbers"),
     "a parameter twice": (
         lambda c: c.__setitem__("arrays", pack_arrays({"scale": MODEL["scale"], "fc.bias": MODEL["fc.bias"]})),
         "'fc.bias': expected it once, got it both as a tensor and in a curvature block",

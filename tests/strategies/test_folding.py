@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
 from flwr.app import RecordDict
 
 from fedapps.records import pack_arrays
+from fedapps.strategies import folding
 from fedapps.strategies.folding import OrderedFold
 
 
@@ -37,6 +40,33 @@ def test_a_failed_client_holds_nobody_up() -> None:
     assert order.missing == [0]
     order.add(0, None)
     assert folded == [1, 2]
+
+
+@pytest.mark.parametrize("buffer_mb", [0.0, 100.0], ids=["through the scratch file", "in memory"])
+def test_replies_that_are_done_with_leave_memory(buffer_mb: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even in a reference cycle, as Flower's own properties make them, and whether folded at once or after waiting."""
+    monkeypatch.setattr(folding, "COLLECT_MB", 0)
+    alive: list[weakref.ref[RecordDict]] = []
+
+    def in_a_cycle(value: int) -> RecordDict:
+        reply = content(value)
+        _ = reply.array_records
+        alive.append(weakref.ref(reply))
+        return reply
+
+    order = OrderedFold([0, 1, 2, 3], lambda p, c: alive.append(weakref.ref(c)), buffer_mb)
+    gc.collect()
+    gc.disable()
+    try:
+        for partition in (3, 2):
+            order.add(partition, in_a_cycle(partition))
+        assert (alive[0]() is None) == (buffer_mb == 0)  # It waits on disk while nothing is folded yet.
+        for partition in (0, 1):
+            order.add(partition, in_a_cycle(partition))
+        assert [reference() for reference in alive] == [None] * 8
+    finally:
+        gc.enable()
+        order.close()
 
 
 def test_waiting_replies_beyond_the_buffer_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:

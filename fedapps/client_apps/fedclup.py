@@ -1,0 +1,74 @@
+r"""FedCLUP's client (arXiv 2410.08934): ``K`` warm-started steps on its own loss with a pull to the model received.
+
+.. math:: w_i \leftarrow w_i - \eta\,(\nabla L_i(w_i) + \lambda (w_i - w))
+
+It sends the difference ``w - w_i`` as the change since its last folded reply, which it keeps in its store together with
+``w_i``. In a round of local fits it starts from ``w``, and adds the scalars from which the server chooses ``lambda``.
+"""
+
+from __future__ import annotations
+
+from flwr.app import RecordDict
+
+from fedapps.client_apps.first_order import reply
+from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
+from fedapps.client_apps.personal_models import Kept, PersonalModel, load_personal, save_personal
+from fedapps.client_apps.work import ClientWork
+from fedapps.personal_settings import pulled_step
+from fedapps.personalization.fedclup import Stale, send
+from fedapps.personalization.parts import personal_names
+from fedapps.records import METRICS, STORE_LOST, Arrays
+from fedapps.strategies.fedclup_plan import CURVATURE, FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE, RoundPlan
+
+
+def train(work: ClientWork) -> RecordDict:
+    """Train one client for one round of FedCLUP.
+
+    Args:
+        work: The round.
+
+    Returns:
+        The content of the reply: the changes of the personal tensors' differences, the other tensors, and the buffers.
+    """
+    own, plan = work.settings.own, RoundPlan.from_entries(work.config)
+    problem = local_problem(work, work.arrays)
+    names = personal_names(problem.names, own.patterns)
+    kept = load_personal(work)
+    received = {name: work.arrays[name] for name in names}
+    pull = Pull(received, plan.lam)
+    metrics = {STORE_LOST: 1.0} if kept.lost else {}
+    if plan.curvature:
+        metrics[CURVATURE] = problem.largest_curvature(work.arrays, names)
+
+    stale = Stale.REPLIES if plan.fitting else Stale(own.stale)
+    trained = _train(work, problem, kept, plan, pull, metrics)
+    personal = {name: trained.arrays[name] for name in names}
+    sent = send(received, personal, _known(kept, plan, stale), stale)
+
+    # The buffers go with the model that they belong to, which is a client's own only if all of it is.
+    buffers = trained.buffers if names == problem.names else {}
+    known = None if stale is Stale.REPLIES else sent.known
+    save_personal(work, PersonalModel({**personal, **buffers}, known, plan.generation))
+    arrays = {name: sent.message[name] if name in sent.message else trained.arrays[name] for name in problem.names}
+    content = reply(arrays, trained.buffers, work, trained.loss)
+    for name, value in metrics.items():
+        content.metric_records[METRICS][name] = value
+    return content
+
+
+def _train(
+    work: ClientWork, problem: LocalProblem, kept: Kept, plan: RoundPlan, pull: Pull, metrics: dict[str, float]
+) -> Trained:
+    step = pulled_step(work.lr, plan.lam, work.settings.own.personal_lr)
+    if not plan.fitting:
+        return problem.descend(kept.model, pull, step)
+    trained, fit = problem.fit(work.arrays, pull, step)
+    metrics |= {FIT_DISTANCE2: fit.distance2, FIT_NOISE: fit.noise, FIT_VARIANCE: fit.variance}
+    return trained
+
+
+def _known(kept: Kept, plan: RoundPlan, stale: Stale) -> Arrays | None:
+    """Give what the server's sum holds of this client: nothing of an older generation, or of another round's replies."""
+    if stale is Stale.REPLIES or kept.generation != plan.generation:
+        return None
+    return kept.known

@@ -1,0 +1,299 @@
+"""A client's replica of the model: from its journal, its cache and what the server sent.
+
+What a client must keep is its journal, kilobytes in its `ClientStore`. The replica that the journal leads to is a cache:
+one per process under the in-process engine and the simulation, where any client's message may advance it, and one per node
+on a SuperNode, where every message is a new process: a memory-mapped `fedapps.zeroth_order.store.Store` in the state
+folder.
+
+Beside a replica lie the rounds that it was made of. They are compared with the message's journal: after a resume of the
+server a replica may have applied rounds that were cut off, and is then built again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord
+
+from fedapps.client_apps.work import ClientWork
+from fedapps.errors import FedAppsError, MessageError, explain
+from fedapps.records import JOURNAL
+from fedapps.results.storage import write_atomically
+from fedapps.strategies.scalar_options import scheme_of
+from fedapps.zeroth_order.errors import AstrayError, JournalError, ReplicaError
+from fedapps.zeroth_order.journal import BaseModel, Header, Journal
+from fedapps.zeroth_order.layout import fingerprint, layout_of
+from fedapps.zeroth_order.quiet import trainable_parameters
+from fedapps.zeroth_order.replica import Replica
+from fedapps.zeroth_order.scheme import Record
+from fedapps.zeroth_order.store import Store
+from fedapps.zeroth_order.tensors import like
+from fedapps.zeroth_order.wire import unpack_slice
+
+if TYPE_CHECKING:
+    from fedapps.tasks.torch_task import TorchTask
+
+logger = getLogger("flwr")
+
+
+class NeedMoreError(FedAppsError):
+    """The client's journal ends before the slice begins.
+
+    Attributes:
+        after: The round from which it needs the journal.
+    """
+
+    def __init__(self, after: int) -> None:
+        super().__init__(f"journal needed from round {after}")
+        self.after = after
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """A client whose replica is at the round that the server wants.
+
+    Attributes:
+        model: The model; its trainable parameters are the replica's.
+        state: The update rule's state, slot -> name -> tensor on the model's device.
+        header: The run's header.
+        journal: The journal up to that round.
+        fingerprint: Of the replica, where the journal holds one for its round.
+        rebuilt: Whether the replica had to be built again.
+        lost: Whether the client's own journal was lost, and its process's used.
+    """
+
+    model: torch.nn.Module
+    state: dict[str, dict[str, Any]]
+    header: Header
+    journal: Journal
+    fingerprint: str | None
+    rebuilt: bool
+    lost: bool
+
+
+@dataclass
+class _Held:
+    """A replica, the journal that it was made of, and whether an interrupted update was found when it was opened."""
+
+    key: tuple[Any, ...]
+    model: torch.nn.Module
+    header: Header
+    keeper: Replica | Store
+    applied: Journal
+    rebuilt: bool = False
+
+    @property
+    def replica(self) -> Replica:
+        return self.keeper.replica if isinstance(self.keeper, Store) else self.keeper
+
+    def made_of(self, journal: Journal, through: int) -> bool:
+        """Tell whether the replica's rounds are the journal's."""
+        at = self.replica.round
+        return at <= through and _until(self.applied.records, at) == _until(journal.records, at)
+
+
+_held: _Held | None = None
+"""This process's replica: of one run at a time, so that memory does not grow."""
+
+
+@contextmanager
+def caught_up(work: ClientWork) -> Iterator[CaughtUp]:
+    """Bring the client's replica to the round that the message leads to.
+
+    Args:
+        work: The round; its message holds a slice of the journal.
+
+    Yields:
+        The client, caught up. The replica must be as it was when the context is left.
+
+    Raises:
+        NeedMoreError: The client lost its journal, and nothing here holds the rounds before the slice.
+        JournalError: The slice is malformed, or the run's first model is not this task's.
+        AstrayError: The replica differs from the journal's fingerprint although it was built again.
+    """
+    record = work.records.get(JOURNAL)
+    if not isinstance(record, ConfigRecord) or not isinstance(record.get("base"), bytes):
+        raise MessageError(
+            explain(
+                "server's message",
+                expected=f"a record '{JOURNAL}' with a slice and the first model's fingerprint",
+                got=", ".join(work.records) or "nothing",
+                do="use fedapps.strategies.hiso.HiSo on the server",
+            )
+        )
+    part = unpack_slice(record, "server's message")
+    with _open(work, bytes(record["base"]).hex()) as held:  # type: ignore[arg-type]  # checked above
+        own = load_journal(work, held.header, part.after)
+        known = own or _prefix(held.applied, part.after)
+        if known is None:
+            raise NeedMoreError(0)
+        known.extend(part.records, part.through)
+        rebuilt, found = _bring(work, held, known, part.through)
+        state = _state_for(held, work.device)
+        yield CaughtUp(held.model, state, held.header, known, found, rebuilt, lost=own is None)
+
+
+def load_journal(work: ClientWork, header: Header, after: int) -> Journal | None:
+    """Load the journal that the client kept with its last folded reply.
+
+    Args:
+        work: The round.
+        header: The run's header.
+        after: The round that the server's slice follows.
+
+    Returns:
+        The journal up to that round; None if it is lost, ends before, or is another run's.
+    """
+    stored = work.store.load(work.last_folded)
+    if stored is None:
+        return Journal(header) if after == 0 else None
+    try:
+        journal = Journal.from_text(stored["journal"].tobytes().decode(), work.where)
+        journal.through = max(journal.through, int(stored["through"]))
+    except (JournalError, KeyError, ValueError) as error:
+        logger.error("%s: its journal cannot be read (%s)", work.where, error)
+        return Journal(header) if after == 0 else None
+    return _prefix(journal, after) if journal.header == header else None
+
+
+def save_journal(work: ClientWork, journal: Journal) -> None:
+    """Keep the journal; it takes effect once the server has folded the reply.
+
+    Args:
+        work: The round.
+        journal: The journal up to the round before.
+    """
+    text = np.frombuffer(journal.to_text().encode(), np.uint8)
+    state = {"journal": text, "through": np.array(journal.through)}
+    work.store.save(work.server_round, state, last_folded=work.last_folded)
+
+
+def _prefix(journal: Journal, after: int) -> Journal | None:
+    if journal.through < after:
+        return None
+    return Journal(journal.header, _until(journal.records, after), after)
+
+
+def _until(records: list[Record], last: int) -> list[Record]:
+    return [record for record in records if record.round <= last]
+
+
+def _bring(work: ClientWork, held: _Held, journal: Journal, through: int) -> tuple[bool, str | None]:
+    """Advance the replica, or build it again if it is another journal's, astray or half applied."""
+    rebuilt = held.rebuilt
+    if not held.made_of(journal, through):
+        logger.warning("%s: the replica is not of the server's journal and is built again", work.where)
+        held.keeper.rebuild(lambda: _base(work, held.header))
+        rebuilt = True
+    _keep_applied(held, work, journal)
+    try:
+        return rebuilt, _advance(held, journal, through)
+    except ReplicaError as error:
+        logger.warning("%s: %s", work.where, error)
+        held.keeper.rebuild(lambda: _base(work, held.header))
+        return True, _advance(held, journal, through)
+
+
+def _advance(held: _Held, journal: Journal, through: int) -> str | None:
+    held.keeper.advance(journal.slice(held.replica.round, through))
+    expected = journal.records[-1].fingerprint if journal.records else None
+    if expected is None:
+        held.replica.check_whole()
+        return None
+    found = held.replica.fingerprint()
+    if found != expected:
+        where, do = f"replica at round {through}", "rebuild it from base and journal"
+        raise AstrayError(explain(where, expected=f"fingerprint {expected[:16]}", got=found[:16], do=do))
+    return found
+
+
+@contextmanager
+def _open(work: ClientWork, base: str) -> Iterator[_Held]:
+    global _held
+    settings = work.settings
+    scheme = scheme_of(settings)
+    key = (work.experiment, base, scheme, settings.task, settings.task_options, work.device)
+    if work.node.state_dir is not None:
+        with _open_store(work, base, key) as held:
+            yield held
+        return
+    if _held is None or _held.key != key:
+        model = _build(work)
+        theta = trainable_parameters(model)
+        header = Header(scheme, BaseModel(settings.task, None, base), layout_of(theta))
+        Journal(header).check_model(header.layout, fingerprint(header.layout, theta))
+        replica = Replica(scheme, theta, threads=settings.compute_threads)
+        _held = _Held(key, model, header, replica, Journal(header))
+    yield _held
+
+
+@contextmanager
+def _open_store(work: ClientWork, base: str, key: tuple[Any, ...]) -> Iterator[_Held]:
+    """Open the node's store; parameters are views of its memory, or copies on another device."""
+    scheme = scheme_of(work.settings)
+    model = _build(work)
+    parameters = trainable_parameters(model)
+    header = Header(scheme, BaseModel(work.settings.task, None, base), layout_of(parameters))
+    folder = _store_folder(work)
+    threads = work.settings.compute_threads
+    with Store(folder, header, lambda: _base(work, header), threads=threads) as store:
+        rebuilt = store.rebuilt not in (None, "no state")
+        yield _Held(key, model, header, store, _read_applied(folder, header), rebuilt)
+
+
+def _state_for(held: _Held, device: str) -> dict[str, dict[str, Any]]:
+    """Point the model at the replica, and give the state as tensors beside it."""
+    replica, parameters = held.replica, trainable_parameters(held.model)
+    if not isinstance(held.keeper, Store):
+        return {slot: dict(tensors) for slot, tensors in replica.state.items()}
+    for name, parameter in parameters.items():
+        parameter.data = like(replica.theta[name].reshape(-1), parameter, tuple(parameter.shape))  # type: ignore[assignment]
+    one = torch.empty(0, dtype=torch.float32, device=device)
+    return {
+        slot: {name: like(values.reshape(-1), one, tuple(values.shape)) for name, values in tensors.items()}
+        for slot, tensors in replica.state.items()
+    }
+
+
+def _build(work: ClientWork) -> torch.nn.Module:
+    task: TorchTask = work.task  # type: ignore[assignment]  # the registry admits torch tasks only
+    return task.module(task.initial_arrays(work.settings.seed), work.device)
+
+
+def _base(work: ClientWork, header: Header) -> dict[str, Any]:
+    """Load the parameters before round 1, and check that they are the run's."""
+    arrays = work.task.initial_arrays(work.settings.seed)
+    theta = {tensor.name: arrays[tensor.name] for tensor in header.layout.tensors}
+    Journal(header).check_model(layout_of(theta), fingerprint(header.layout, theta))
+    return theta
+
+
+def _store_folder(work: ClientWork) -> Path:
+    """One replica a node, not one a run: it is as large as the model."""
+    return Path(work.node.state_dir or "") / "replicas" / f"client-{work.node.partition}"
+
+
+def _applied_path(folder: Path) -> Path:
+    return folder / "applied.jsonl"
+
+
+def _read_applied(folder: Path, header: Header) -> Journal:
+    try:
+        journal = Journal.read(_applied_path(folder))
+    except JournalError:
+        return Journal(header)
+    return journal if journal.header == header else Journal(header)
+
+
+def _keep_applied(held: _Held, work: ClientWork, journal: Journal) -> None:
+    """Say what the replica is about to be made of, before it is."""
+    held.applied = Journal(journal.header, list(journal.records), journal.through)
+    if isinstance(held.keeper, Store):
+        write_atomically(_applied_path(_store_folder(work)), journal.to_text())

@@ -1,0 +1,180 @@
+r"""The proximal objective that every personalised method minimises, in float64 NumPy, and gradient descent on it.
+
+.. math:: L_i(w_i) + \frac{\lambda}{2}\,|w_i - w|^2, \qquad w_i \leftarrow w_i - \eta\,(\nabla L_i(w_i) + \lambda (w_i - w))
+
+FedCLUP, arXiv 2410.08934, equation of the local problem; pFedMe, arXiv 2006.08848; Ditto, arXiv 2012.04221.
+
+========== ================ ======= =====================================================
+symbol     identifier       shape   meaning
+========== ================ ======= =====================================================
+L_i        ``objective``            a client's loss; twice differentiable
+w          ``anchor``       (d,)    the model that pulls; constant
+w_i        ``start``        (d,)    the model that moves
+lambda     ``lam``                  pull, in units of the curvature of ``L_i``
+eta        ``eta``                  step size, inverse curvature
+L, mu      ``L``, ``mu``            greatest and least curvature of ``L_i``
+========== ================ ======= =====================================================
+
+Departures: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.errors import SettingsError, explain
+
+Vector = NDArray[np.float64]
+"""A model, ``(d,)``."""
+
+Matrix = NDArray[np.float64]
+"""A curvature matrix, ``(d, d)``, or a design matrix, ``(n, d)``."""
+
+
+class Objective(Protocol):
+    """A twice differentiable function of a vector ``(d,)``, all float64."""
+
+    def loss(self, theta: Vector) -> float:
+        """Compute the value."""
+
+    def gradient(self, theta: Vector) -> Vector:
+        """Compute the gradient, ``(d,)``."""
+
+    def hessian(self, theta: Vector) -> Matrix:
+        """Compute the Hessian, ``(d, d)``."""
+
+
+@dataclass(frozen=True)
+class Proximal:
+    r"""An objective with a pull to an anchor, :math:`L_i(v) + \frac{\lambda}{2}|v - w|^2`; itself an `Objective`.
+
+    Attributes:
+        objective: The loss ``L_i``.
+        anchor: ``w``, ``(d,)``; copied, so that no later step can move it.
+        lam: ``lambda >= 0``.
+
+    Raises:
+        SettingsError: ``lam`` is negative or not finite.
+    """
+
+    objective: Objective
+    anchor: Vector
+    lam: float
+
+    def __post_init__(self) -> None:
+        check_lambda(self.lam)
+        # An anchor that is the moving model itself would make the pull 0 for ever.
+        frozen = np.array(self.anchor, dtype=np.float64)
+        frozen.flags.writeable = False
+        object.__setattr__(self, "anchor", frozen)
+
+    def loss(self, theta: Vector) -> float:
+        """Compute ``L_i(theta) + (lambda/2) |theta - w|^2``."""
+        offset = theta - self.anchor
+        return self.objective.loss(theta) + 0.5 * self.lam * float(offset @ offset)
+
+    def gradient(self, theta: Vector) -> Vector:
+        """Compute ``grad L_i(theta) + lambda (theta - w)``, ``(d,)``."""
+        return self.objective.gradient(theta) + self.lam * (theta - self.anchor)
+
+    def hessian(self, theta: Vector) -> Matrix:
+        """Compute ``hess L_i(theta) + lambda I``, ``(d, d)``."""
+        return self.objective.hessian(theta) + self.lam * np.eye(len(theta))
+
+
+def descend(objectives: Iterable[Objective], start: Vector, eta: float) -> Vector:
+    r"""Take one gradient step on each objective in turn.
+
+    .. math:: v \leftarrow v - \eta\, \nabla f_k(v), \quad k = 0, \dots, K-1
+
+    Args:
+        objectives: ``K`` objectives: the same one ``K`` times for full-batch descent, one a mini-batch otherwise.
+        start: ``(d,)``; not modified.
+        eta: Step size.
+
+    Returns:
+        The model after the last step, ``(d,)``, a new array.
+    """
+    theta = np.array(start, dtype=np.float64)
+    for objective in objectives:
+        theta -= eta * objective.gradient(theta)
+    return theta
+
+
+def safe_step(L: float, lam: float) -> float:
+    r"""Give the theory's step on the proximal objective, :math:`\eta = 1/(L + \lambda)`.
+
+    Args:
+        L: Greatest curvature of ``L_i``, above 0.
+        lam: ``lambda``.
+
+    Returns:
+        The step size; twice as much is where descent stops being stable.
+
+    References:
+        arXiv 2410.08934, condition ``eta <= 1/(L + lambda)``.
+    """
+    return 1.0 / (L + lam)
+
+
+def step_warning(eta: float, L: float, lam: float) -> str | None:
+    """Say what is wrong with a local step size.
+
+    Args:
+        eta: Step size in use.
+        L: Greatest curvature of ``L_i``, known or estimated.
+        lam: ``lambda``.
+
+    Returns:
+        A sentence with the bound that is passed, or None if the theory covers ``eta``.
+    """
+    bound = safe_step(L, lam)
+    if eta <= bound * (1 + 1e-9):
+        return None
+    limits = f"the theory asks for eta <= 1/(L + lambda) = {bound:g} with L = {L:g} and lambda = {lam:g}"
+    if eta >= 2 * bound:
+        return f"local step eta = {eta:g} is unstable: it is not below 2/(L + lambda) = {2 * bound:g}; {limits}"
+    return f"local step eta = {eta:g} is larger than the theory covers: {limits}"
+
+
+def curvature_range(objective: Objective, theta: Vector) -> tuple[float, float]:
+    """Compute the least and the greatest curvature of an objective at a point.
+
+    For quadratics the point does not matter. The Hessian of logistic regression is greatest at 0, so ``theta = 0`` gives
+    a bound ``L`` for every point there.
+
+    Args:
+        objective: The objective.
+        theta: The point, ``(d,)``.
+
+    Returns:
+        ``(mu, L)``: the extreme eigenvalues of the Hessian.
+    """
+    eigenvalues = np.linalg.eigvalsh(objective.hessian(theta))
+    return float(eigenvalues[0]), float(eigenvalues[-1])
+
+
+def check_lambda(lam: float, *, positive: bool = False) -> None:
+    """Refuse a pull that no method can use.
+
+    Args:
+        lam: ``lambda``.
+        positive: Whether 0, which is LocalTrain, is refused too.
+
+    Raises:
+        SettingsError: ``lam`` is not a finite number in range.
+    """
+    if not np.isfinite(lam) or lam < 0 or (positive and lam == 0):
+        raise SettingsError(
+            explain(
+                "lambda",
+                expected=f"a finite number {'above' if positive else 'not below'} 0",
+                got=f"{lam:g}",
+                do="take a small positive one, or the method localtrain for models that share nothing",
+            )
+        )

@@ -1,0 +1,222 @@
+r"""Quadratic clients, and the joint minimiser of the personalised objective: the oracle that tests compare with.
+
+With :math:`L_i(v) = \tfrac12 v'A_i v - b_i'v + c_i` (least squares: ``A_i = X_i'X_i/n_i``, ``b_i = X_i'y_i/n_i``) the
+minimiser of :math:`\sum_i p_i (L_i(w_i) + \tfrac{\lambda}{2}|w - w_i|^2)` satisfies
+
+.. math:: w_i = (A_i + \lambda I)^{-1}(b_i + \lambda w), \qquad
+          \Big[\sum_i p_i (A_i + \lambda I)^{-1} A_i\Big] w = \sum_i p_i (A_i + \lambda I)^{-1} b_i .
+
+The second equation is ``w = sum p_i w_i`` with the terms that cancel for large ``lambda`` cancelled by hand.
+
+Other smooth convex losses are solved by Newton steps, each of which is such a problem (`newton_joint_minimiser`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedapps.errors import FedAppsError, explain
+from fedapps.personalization.proximal import Matrix, Objective, Vector, check_lambda
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    r"""The objective :math:`\tfrac12 v'Av - b'v + c`.
+
+    Attributes:
+        A: ``(d, d)``, symmetric, positive semi-definite.
+        b: ``(d,)``.
+        c: Constant.
+    """
+
+    A: Matrix
+    b: Vector
+    c: float = 0.0
+
+    def loss(self, theta: Vector) -> float:
+        """Compute the value."""
+        return float(0.5 * theta @ self.A @ theta - self.b @ theta + self.c)
+
+    def gradient(self, theta: Vector) -> Vector:
+        """Compute ``A theta - b``, ``(d,)``."""
+        return self.A @ theta - self.b
+
+    def hessian(self, theta: Vector) -> Matrix:
+        """Give ``A``, ``(d, d)``."""
+        return self.A
+
+
+@dataclass(frozen=True)
+class JointMinimiser:
+    """The solution of the personalised problem.
+
+    Attributes:
+        model: ``w``, ``(d,)``.
+        personal: ``w_i``, ``(N, d)``.
+    """
+
+    model: Vector
+    personal: Matrix
+
+
+def least_squares(X: Matrix, y: Vector) -> Quadratic:
+    r"""Build the client of a linear regression, :math:`L(v) = |Xv - y|^2/(2n)`.
+
+    Args:
+        X: Inputs, ``(n, d)``.
+        y: Targets, ``(n,)``.
+
+    Returns:
+        The objective.
+    """
+    n = len(y)
+    return Quadratic(X.T @ X / n, X.T @ y / n, float(y @ y) / (2 * n))
+
+
+def random_quadratics(num_clients: int, dimension: int, *, mu: float, L: float, seed: int) -> list[Quadratic]:
+    """Draw clients with different minimisers and differently oriented curvature of one known range.
+
+    Args:
+        num_clients: ``N``.
+        dimension: ``d``, at least 2.
+        mu: Least eigenvalue of every client.
+        L: Greatest eigenvalue of every client; those between are spread evenly on a log scale.
+        seed: Seed.
+
+    Returns:
+        The clients.
+    """
+    random = np.random.default_rng(seed)
+    spectrum = np.geomspace(mu, L, dimension)
+    clients = []
+    for _ in range(num_clients):
+        basis, _ = np.linalg.qr(random.standard_normal((dimension, dimension)))
+        A = (basis * spectrum) @ basis.T
+        A = (A + A.T) / 2
+        clients.append(Quadratic(A, A @ random.standard_normal(dimension)))
+    return clients
+
+
+def joint_minimiser(clients: Sequence[Quadratic], weights: Vector, lam: float) -> JointMinimiser:
+    """Solve the personalised problem of quadratic clients in closed form.
+
+    Args:
+        clients: ``N`` quadratics with ``A_i + lambda I`` positive definite.
+        weights: ``p_i``, ``(N,)``, summing to 1.
+        lam: ``lambda > 0``.
+
+    Returns:
+        Global and personal models.
+
+    Raises:
+        SettingsError: ``lam`` is not above 0.
+
+    References:
+        arXiv 2410.08934, stationarity of its problem (1).
+    """
+    check_lambda(lam, positive=True)
+    A = np.stack([client.A for client in clients])  # (N, d, d)
+    b = np.stack([client.b for client in clients])  # (N, d)
+    return _solve_joint(A, b, np.asarray(weights, dtype=np.float64), lam)
+
+
+def local_minimisers(clients: Sequence[Quadratic]) -> Matrix:
+    """Solve every client's own problem: LocalTrain, the limit of small ``lambda``.
+
+    Args:
+        clients: ``N`` quadratics with positive definite ``A_i``.
+
+    Returns:
+        ``(N, d)``.
+    """
+    return np.stack([np.linalg.solve(client.A, client.b) for client in clients])
+
+
+def global_minimiser(clients: Sequence[Quadratic], weights: Vector) -> Vector:
+    """Solve the pooled problem: GlobalTrain, the limit of large ``lambda``.
+
+    Args:
+        clients: ``N`` quadratics with positive definite ``sum p_i A_i``.
+        weights: ``p_i``, ``(N,)``.
+
+    Returns:
+        ``(d,)``.
+    """
+    A = sum(p * client.A for p, client in zip(weights, clients, strict=True))
+    b = sum(p * client.b for p, client in zip(weights, clients, strict=True))
+    return np.asarray(np.linalg.solve(np.asarray(A), np.asarray(b)), dtype=np.float64)
+
+
+def newton_joint_minimiser(
+    objectives: Sequence[Objective],
+    weights: Vector,
+    lam: float,
+    start: JointMinimiser,
+    *,
+    tolerance: float = 1e-10,
+    max_steps: int = 50,
+) -> JointMinimiser:
+    """Solve the personalised problem of smooth convex clients by Newton's method with step halving.
+
+    Args:
+        objectives: ``N`` convex objectives.
+        weights: ``p_i``, ``(N,)``.
+        lam: ``lambda > 0``.
+        start: Models to start from.
+        tolerance: The solution's last step is shorter than this, in the norm of all models together.
+        max_steps: Newton steps allowed.
+
+    Returns:
+        Global and personal models.
+
+    Raises:
+        SettingsError: ``lam`` is not above 0.
+        FedAppsError: The steps do not become short; a client's loss may have no minimum.
+    """
+    check_lambda(lam, positive=True)
+    model, personal = start.model, start.personal
+    weights = np.asarray(weights, dtype=np.float64)
+    value = _joint_loss(objectives, weights, lam, model, personal)
+    for _ in range(max_steps):
+        A = np.stack([f.hessian(w_i) for f, w_i in zip(objectives, personal, strict=True)])
+        g: Matrix = np.stack([f.gradient(w_i) for f, w_i in zip(objectives, personal, strict=True)])
+        # The quadratic that touches L_i at w_i has b_i = A_i w_i - g_i.
+        target = _solve_joint(A, np.einsum("nij,nj->ni", A, personal) - g, weights, lam)
+        step_w, step_i = target.model - model, target.personal - personal
+        length = float(np.sqrt(np.sum(step_w**2) + np.sum(step_i**2)))
+        scale = 1.0
+        while length * scale > tolerance:
+            moved = _joint_loss(objectives, weights, lam, model + scale * step_w, personal + scale * step_i)
+            if moved <= value + 1e-14 * abs(value):
+                value = moved
+                break
+            scale /= 2
+        model = np.asarray(model + scale * step_w, dtype=np.float64)
+        personal = np.asarray(personal + scale * step_i, dtype=np.float64)
+        if length < tolerance:
+            return JointMinimiser(model, personal)
+    raise FedAppsError(
+        explain(
+            "joint minimiser",
+            expected=f"Newton steps shorter than {tolerance:g} within {max_steps} steps",
+            got=f"a step of length {length:g}",
+            do="add regularisation: a client's classes may be separable",
+        )
+    )
+
+
+def _solve_joint(A: Matrix, b: Matrix, weights: Vector, lam: float) -> JointMinimiser:
+    shifted = A + lam * np.eye(A.shape[1])
+    pulled = np.linalg.solve(shifted, np.concatenate([A, b[:, :, None]], axis=2))  # (N, d, d + 1)
+    system = np.einsum("n,nij->ij", weights, pulled)
+    model = np.asarray(np.linalg.solve(system[:, :-1], system[:, -1]), dtype=np.float64)
+    personal = np.linalg.solve(shifted, (b + lam * model)[:, :, None])[:, :, 0]
+    return JointMinimiser(model, np.asarray(personal, dtype=np.float64))
+
+
+def _joint_loss(objectives: Sequence[Objective], weights: Vector, lam: float, model: Vector, personal: Matrix) -> float:
+    losses = np.array([f.loss(w_i) for f, w_i in zip(objectives, personal, strict=True)])
+    return float(weights @ (losses + 0.5 * lam * np.sum((personal - model) ** 2, axis=1)))

@@ -1,0 +1,176 @@
+r"""The proximal objective on torch modules, over all trainable parameters or only the personal ones.
+
+.. math:: \texttt{p.grad} \leftarrow \texttt{p.grad} + \lambda\,(p - p_\text{anchor})
+
+The anchor is a detached copy taken once, before the first step (`take_anchor`). The gradient is added in place after a
+backward pass, so that any optimiser and any loss can be used; nothing is added to the graph.
+
+This module imports torch; nothing else in the package does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedapps.errors import FedAppsError, TaskError, explain
+from fedapps.personalization.proximal import check_lambda
+
+Anchor = Mapping[str, Tensor]
+"""Parameter name -> detached copy, on the parameter's device and of its dtype."""
+
+
+def take_anchor(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Copy the trainable parameters that a model is to be pulled to.
+
+    Args:
+        model: The model, with the values of the anchor.
+        names: The personal parameters; None for all trainable ones.
+
+    Returns:
+        Name -> detached copy.
+
+    Raises:
+        TaskError: A name is not a trainable parameter.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted = list(parameters) if names is None else list(names)
+    for name in wanted:
+        if name not in parameters:
+            raise TaskError(_no_such_parameter(name, parameters))
+    return {name: parameters[name].detach().clone() for name in wanted}
+
+
+def add_proximal_gradient(model: nn.Module, anchor: Anchor, lam: float) -> None:
+    r"""Add :math:`\lambda (p - p_\text{anchor})` to the gradient of each anchored parameter, in place.
+
+    Args:
+        model: The model, after a backward pass; a parameter without a gradient gets one.
+        anchor: What `take_anchor` gave; parameters that it leaves out are shared, and keep their gradient.
+        lam: ``lambda >= 0``.
+
+    Raises:
+        SettingsError: ``lam`` is negative or not finite.
+        FedAppsError: An anchor is the model's own tensor, which would make the pull always zero.
+        TaskError: An anchor has no parameter of its name and shape.
+    """
+    check_lambda(lam)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, fixed in anchor.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise TaskError(_no_such_parameter(name, parameters))
+        _check_pair(name, parameter, fixed)
+        pull = (parameter.detach() - fixed).mul_(lam)
+        parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
+
+
+def proximal_penalty(model: nn.Module, anchor: Anchor, lam: float) -> float:
+    r"""Compute :math:`\frac{\lambda}{2}\sum |p - p_\text{anchor}|^2`, in float64, for reports.
+
+    Args:
+        model: The model.
+        anchor: What `take_anchor` gave.
+        lam: ``lambda``.
+
+    Returns:
+        The value.
+    """
+    parameters = dict(model.named_parameters())
+    squares = (
+        (parameters[name].detach().double() - fixed.double()).square().sum().item() for name, fixed in anchor.items()
+    )
+    return 0.5 * lam * float(sum(squares))
+
+
+def largest_curvature(
+    loss: Callable[[], Tensor], parameters: Sequence[Tensor], *, num_iterations: int = 10, seed: int = 0
+) -> float:
+    r"""Estimate the greatest curvature ``L`` of a loss by power iterations on Hessian-vector products.
+
+    .. math:: u \leftarrow H u / |H u|, \qquad L \approx |H u|
+
+    The estimate approaches the greatest absolute eigenvalue from below. For losses that are not convex it holds at the
+    present parameters only.
+
+    Args:
+        loss: Computes the loss at the present parameters, on the same batch at every call.
+        parameters: The trainable (personal) parameters.
+        num_iterations: Hessian-vector products, at least 1; each costs about two backward passes.
+        seed: Seed of the first vector; torch's global generator is left alone.
+
+    Returns:
+        The estimate; 0 if the loss has no curvature.
+
+    Raises:
+        TaskError: A product is not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vectors = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
+    gradients = torch.autograd.grad(loss(), parameters, create_graph=True, allow_unused=True)
+    curvature = 0.0
+    for _ in range(num_iterations):
+        length = _length(vectors)
+        vectors = _hessian_product(gradients, parameters, [u / length for u in vectors])
+        curvature = _length(vectors)
+        if curvature == 0.0:
+            return 0.0
+        if not curvature < float("inf"):
+            raise TaskError(
+                explain(
+                    "curvature of the loss",
+                    expected="finite Hessian-vector products",
+                    got=str(curvature),
+                    do="check the data and the model's parameters, or give the server step gamma by hand",
+                )
+            )
+    return curvature
+
+
+def _hessian_product(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> list[Tensor]:
+    pairs = [(g, u) for g, u in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(p) for p in parameters]
+    products = torch.autograd.grad(
+        [g for g, _ in pairs], parameters, [u for _, u in pairs], retain_graph=True, allow_unused=True
+    )
+    return [torch.zeros_like(p) if h is None else h for h, p in zip(products, parameters, strict=True)]
+
+
+def _length(vectors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(u.double().square().sum().item() for u in vectors))
+
+
+def _check_pair(name: str, parameter: Tensor, fixed: Tensor) -> None:
+    if fixed.data_ptr() == parameter.data_ptr() and parameter.numel() > 0:
+        raise FedAppsError(
+            explain(
+                f"anchor of parameter '{name}'",
+                expected="a copy",
+                got="the model's own tensor, which makes the proximal term always zero",
+                do="take the anchor with take_anchor before training",
+            )
+        )
+    if fixed.shape != parameter.shape:
+        raise TaskError(
+            explain(
+                f"anchor of parameter '{name}'",
+                expected=f"shape {tuple(parameter.shape)}",
+                got=f"{tuple(fixed.shape)}",
+                do="use the anchor of the same architecture",
+            )
+        )
+
+
+def _no_such_parameter(name: str, parameters: Mapping[str, Tensor]) -> str:
+    return explain(
+        f"proximal term, parameter '{name}'",
+        expected="one of the trainable parameters " + ", ".join(parameters),
+        got="no parameter of that name",
+        do="check the names of the personal parts and the stored model",
+    )

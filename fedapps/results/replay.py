@@ -1,0 +1,111 @@
+"""Base model + journal = the model of any round, bit for bit: replaying a journal, and verifying one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fedapps.errors import explain
+from fedapps.results.storage import load_arrays, save_arrays
+from fedapps.zeroth_order.errors import JournalError
+from fedapps.zeroth_order.journal import Journal
+from fedapps.zeroth_order.layout import fingerprint, layout_of
+from fedapps.zeroth_order.replica import Replica
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay gave.
+
+    Attributes:
+        round: The round whose model this is.
+        fingerprint: Of parameters and state after it.
+        arrays: The model, name -> array, in the order of the base model's file.
+    """
+
+    round: int
+    fingerprint: str
+    arrays: dict[str, np.ndarray]
+
+
+def replay(journal: Path, base: Path, last: int | None = None) -> Replayed:
+    """Rebuild the model of a round.
+
+    Args:
+        journal: A run's ``journal.jsonl``.
+        base: Safetensors file with the model before round 1, such as the run's ``initial.safetensors``.
+        last: The round; None for the last one. A refused round leaves the model of the round before.
+
+    Returns:
+        The model.
+
+    Raises:
+        JournalError: A file is missing or malformed, they do not belong together, the journal has no such round, or the
+            state differs from a fingerprint.
+    """
+    read, arrays, replica = _open(journal, base)
+    if last is not None and not 0 <= last <= read.through:
+        expected, do = f"a round from 0 to {read.through}, the last of the journal", "choose another --round"
+        raise JournalError(explain(str(journal), expected=expected, got=str(last), do=do))
+    replica.advance(read.slice(0, last))
+    new = {name: np.asarray(replica.theta.get(name, value)) for name, value in arrays.items()}
+    return Replayed(replica.round, replica.fingerprint(), new)
+
+
+def write_replayed(replayed: Replayed, folder: Path) -> Path:
+    """Write a replayed model.
+
+    Args:
+        replayed: What `replay` gave.
+        folder: Where to; made if missing.
+
+    Returns:
+        Path of ``model.safetensors``, the same bytes as a run that ended with this round would have written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.safetensors"
+    save_arrays(path, replayed.arrays)
+    return path
+
+
+def verify(journal: Path, base: Path) -> list[int]:
+    """Replay a journal from fingerprint to fingerprint.
+
+    Args:
+        journal: A run's ``journal.jsonl``.
+        base: Safetensors file with the model before round 1.
+
+    Returns:
+        The rounds whose fingerprint was confirmed; the base model's is confirmed in any case.
+
+    Raises:
+        JournalError: As `replay`.
+        AstrayError: A fingerprint differs; the message names its round.
+    """
+    read, _, replica = _open(journal, base)
+    confirmed = [record.round for record in read.records if record.fingerprint is not None]
+    for last in confirmed:
+        replica.advance(read.slice(replica.round, last))
+    replica.advance(read.slice(replica.round))
+    return confirmed
+
+
+def _open(journal: Path, base: Path) -> tuple[Journal, dict[str, np.ndarray], Replica]:
+    read = Journal.read(journal)
+    if not base.is_file():
+        do = "give --base the initial.safetensors of the run"
+        raise JournalError(explain(str(base), expected="the model before round 1", got="no file", do=do))
+    arrays = load_arrays(base)
+    wanted = [tensor.name for tensor in read.header.layout.tensors]
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        got, do = f"no tensor '{missing[0]}'", "use the base model that the journal was written for"
+        raise JournalError(explain(str(base), expected=f"the {len(wanted)} tensors of the journal", got=got, do=do))
+    theta = {name: arrays[name].copy() for name in wanted}
+    layout = layout_of(theta)
+    # Another layout is named before a fingerprint is computed over it.
+    read.check_model(layout)
+    read.check_model(layout, fingerprint(layout, theta))
+    return read, arrays, Replica(read.header.scheme, theta)

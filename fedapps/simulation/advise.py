@@ -1,0 +1,201 @@
+"""Advice on FedCLUP's settings from one cheap round of local fits: the dial, the steps, and how many rounds to expect.
+
+The fits run here, one client after another, without Flower. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
+from fedapps.client_apps.work import ClientWork, Node
+from fedapps.compute import pinned
+from fedapps.methods import resolve_settings
+from fedapps.personal_settings import pulled_step
+from fedapps.personalization import theory
+from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Reason, Rule, choose_lambda
+from fedapps.personalization.fedclup import default_gamma
+from fedapps.personalization.local_fits import LocalFit
+from fedapps.personalization.parts import personal_names
+from fedapps.personalization.proximal import curvature_range
+from fedapps.records import Arrays
+from fedapps.settings import Settings
+from fedapps.strategies.fedclup import MOST_FIT_ROUNDS
+from fedapps.tasks.base import Task
+from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
+from fedapps.tasks.from_settings import load_task_of
+
+EPS = 1e-6
+"""Final over initial distance to the solution that the number of rounds is for."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to set, and why.
+
+    Attributes:
+        report: The choice of ``lambda`` and its grounds.
+        L: Greatest curvature over the clients.
+        mu: Least curvature over the clients, at their fits; None for a torch model, whose loss need not be convex.
+        num_clients: ``N``.
+        num_sampled: ``|S|``.
+    """
+
+    report: LambdaReport
+    L: float
+    mu: float | None
+    num_clients: int
+    num_sampled: int
+
+    @property
+    def gamma(self) -> float:
+        """The server step, ``(|S|/N)(1/lambda + 1/L)``."""
+        return default_gamma(self.report.lam, self.L or math.inf, self.num_sampled, self.num_clients)
+
+    @property
+    def num_local_steps(self) -> int | None:
+        """``K``, with which total work hardly depends on ``lambda``; None where ``mu`` is not known."""
+        return None if self.mu is None else theory.num_local_steps(self.report.lam, max(self.mu, 0.0), self.L)
+
+    @property
+    def num_rounds(self) -> float | None:
+        """A bound of the rounds to `EPS`; None where ``mu`` is not known or 0."""
+        if self.mu is None or self.mu <= 0:
+            return None
+        return theory.num_rounds_bound(EPS, self.report.lam, self.mu, self.L, self.gamma)
+
+    def lines(self) -> list[str]:
+        """Say it in plain words.
+
+        Returns:
+            Lines of text.
+        """
+        r = self.report
+        return [
+            self._finding(),
+            r.describe(),
+            f"gamma = {self.gamma:.4g}: (|S|/N)(1/lambda + 1/L) for {self.num_sampled} of {self.num_clients} clients a round,"
+            f" with L = {self.L:.4g}",
+            self._work(),
+        ]
+
+    def _finding(self) -> str:
+        r = self.report
+        if r.reason is Reason.ALONE:
+            return "There is one client, which has nobody to share with."
+        local = theory.local_error(r.s2, r.dimension, r.harmonic_examples)
+        n = f"{r.harmonic_examples:.4g}"
+        distance = f"R^2 = {r.R2:.4g}, against {local:.4g} that a client's own {n} examples leave uncertain"
+        if r.reason is Reason.ALIKE:
+            return f"The clients cannot be told apart ({distance}): one model for all serves them best."
+        if not r.decided:
+            return f"The clients' fits are still too far from the model to tell ({distance}): take more local steps."
+        if theory.minimax_side(r.R2, r.s2, r.dimension, r.harmonic_examples) is theory.Side.NOISE:
+            return (
+                f"The clients differ by more than their own data leaves uncertain ({distance}): personal models, lightly tied;"
+                " more data on a client helps that client."
+            )
+        return (
+            f"The clients differ by less than their own data leaves uncertain ({distance}): they gain from each other; more"
+            " clients help everybody."
+        )
+
+    def _work(self) -> str:
+        if self.mu is None:
+            return (
+                "The loss of a network need not be convex: no number of local steps or rounds is predicted, and L is that of"
+                " the initial model."
+            )
+        bound = (
+            "no bound, since the least curvature is 0" if self.num_rounds is None else f"at most {self.num_rounds:.0f}"
+        )
+        return (
+            f"K = {self.num_local_steps} local steps: (L + lambda)/(mu + lambda) with mu = {self.mu:.4g}; rounds to a"
+            f" {EPS:g}th of the distance: {bound}"
+        )
+
+
+def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
+    """Fit every client's data, and say what FedCLUP should be set to.
+
+    Args:
+        run_config: Flat kebab-case keys; the method is FedCLUP whatever they say.
+        num_clients: ``N``.
+
+    Returns:
+        The advice.
+
+    Raises:
+        FedAppsError: A setting or the data is wrong.
+    """
+    settings = resolve_settings({**run_config, "method": "fedclup"})
+    own = settings.own
+    choice = ChoiceConfig(own.lambda_min, own.lambda_max, own.c, Rule(own.rule))
+    task = load_task_of(settings)
+    with pinned(settings.compute_threads):
+        model = task.initial_arrays(settings.seed)
+        for number in range(1, MOST_FIT_ROUNDS + 1):
+            fits = {i: _fit(settings, task, model, i, num_clients, number, choice.lower) for i in range(num_clients)}
+            report, model = _choose(fits, model, choice)
+            if report.decided:
+                break
+    mus = [fit.mu for fit in fits.values() if fit.mu is not None]
+    return Advice(
+        report=report,
+        L=max(fit.L for fit in fits.values()),
+        mu=min(mus) if mus else None,
+        num_clients=num_clients,
+        num_sampled=max(1, round(settings.fraction_train * num_clients)),
+    )
+
+
+@dataclass(frozen=True)
+class _ClientFit:
+    names: tuple[str, ...]
+    trained: Trained
+    fit: LocalFit
+    L: float
+    mu: float | None
+    weight: float
+
+
+def _fit(
+    settings: Settings, task: Task, model: Arrays, partition: int, num_clients: int, number: int, lam: float
+) -> _ClientFit:
+    work = ClientWork(
+        settings=settings, task=task, node=Node(partition, num_clients, None),
+        data=task.client_data(partition, num_clients), arrays=model, server_round=number, lr=settings.lr, last_folded=0,
+        experiment="", run_dir="",
+    )  # fmt: skip
+    problem: LocalProblem = local_problem(work, model)
+    names = personal_names(problem.names, settings.own.patterns)
+    pull = Pull({name: model[name] for name in names}, lam)
+    trained, fit = problem.fit(model, pull, pulled_step(settings.lr, lam, settings.own.personal_lr))
+    mu = None
+    if isinstance(task, ConvexTask):
+        mu = curvature_range(task.objective(work.data.train), trained.arrays[WEIGHTS])[0]
+    weight = float(work.num_examples) if settings.weighting == "examples" else 1.0
+    return _ClientFit(names, trained, fit, problem.largest_curvature(model, names), mu, weight)
+
+
+def _choose(fits: Mapping[int, _ClientFit], model: Arrays, choice: ChoiceConfig) -> tuple[LambdaReport, Arrays]:
+    names, total = fits[0].names, sum(fit.weight for fit in fits.values())
+    weights = {i: fit.weight / total for i, fit in fits.items()}
+    tensors = fits[0].trained.arrays
+    mean = {
+        name: sum(weights[i] * fit.trained.arrays[name].astype(np.float64) for i, fit in fits.items())
+        for name in tensors
+    }
+    report = choose_lambda(
+        {i: fit.fit for i, fit in fits.items()},
+        weights,
+        float(sum(np.sum((mean[name] - model[name]) ** 2) for name in names)),
+        sum(model[name].size for name in names),
+        choice,
+    )
+    return report, {name: np.asarray(mean.get(name, w), w.dtype) for name, w in model.items()}

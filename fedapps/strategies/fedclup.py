@@ -1,0 +1,426 @@
+r"""FedCLUP (arXiv 2410.08934): a server step on the clients' Moreau envelopes, from one running sum of differences.
+
+.. math:: w \leftarrow w - \gamma \lambda \sum_i p_i (w - w_i)
+
+The mathematics is `fedapps.personalization.fedclup`; this file says who takes part and when. The sum runs over the last
+known differences of *all* clients, weighted over all ``N`` by what the handshake told of their examples. ``L`` in the
+theory's step is the greatest of the clients' own, each reported once.
+
+With a `ChoiceConfig` the run begins with a round of local fits by every client, from which ``lambda`` is chosen
+(`fedapps.personalization.choose_lambda`), repeated from their mean while the choice is not decided.
+
+A client that has lost its store cannot take back what the sum holds of it. Then the sum starts anew: the round changes no
+personal tensor, and from the next one on every client's reply counts as its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord
+from flwr.serverapp.strategy import Strategy
+
+from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
+from fedapps.errors import MessageError, RosterError, explain
+from fedapps.personal_settings import pulled_step
+from fedapps.personalization.choose_lambda import ChoiceConfig, Rule, choose_lambda
+from fedapps.personalization.fedclup import (
+    FedClupConfig,
+    ServerState,
+    Stale,
+    default_gamma,
+    fold,
+    gamma_warnings,
+    initial_state,
+    restart,
+    server_step,
+)
+from fedapps.personalization.local_fits import LocalFit
+from fedapps.personalization.parts import personal_names
+from fedapps.personalization.proximal import check_lambda, step_warning
+from fedapps.records import STORE_LOST, Arrays, Reply, check_complete
+from fedapps.settings import Settings
+from fedapps.strategies.fedclup_plan import CURVATURE, FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE, RoundPlan
+from fedapps.strategies.options import RoundOptions
+from fedapps.strategies.rounds import RoundMixin
+
+logger = getLogger("flwr")
+
+MOST_FIT_ROUNDS = 3
+"""Rounds of local fits after which an undecided choice falls back on the fixed ``lambda``."""
+
+
+@dataclass(frozen=True)
+class FedClupOptions:
+    """The method's own options.
+
+    Attributes:
+        lam: ``lambda > 0``.
+        gamma: Server step; 0 takes it from ``gamma_rule``.
+        gamma_rule: ``theory`` or ``average``, see `fedapps.personal_settings.FedClupSettings`.
+        stale: What the sum holds of clients that did not reply.
+        patterns: The personal parameters; none for all.
+        choice: How to choose ``lambda`` from local fits; None keeps ``lam``.
+        lr: Clients' step on their loss alone, for warnings; 0 if it is not known.
+        personal_lr: Clients' step with the pull, if it does not follow from ``lr``.
+    """
+
+    lam: float = 0.1
+    gamma: float = 0.0
+    gamma_rule: str = "theory"
+    stale: Stale = Stale.REUSE
+    patterns: tuple[str, ...] = ()
+    choice: ChoiceConfig | None = None
+    lr: float = 0.0
+    personal_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            SettingsError: A number is out of range, or ``gamma`` is too large for ``reuse-models``.
+        """
+        check_lambda(self.lam, positive=True)
+        if self.gamma:
+            FedClupConfig(self.lam, self.gamma, self.stale)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> FedClupOptions:
+        """Take the options from the settings of a run.
+
+        Args:
+            settings: The settings.
+
+        Returns:
+            The options.
+        """
+        own = settings.own
+        return cls(
+            lam=own.lambda_,
+            gamma=own.gamma,
+            gamma_rule=own.gamma_rule,
+            stale=Stale(own.stale),
+            patterns=tuple(own.patterns),
+            choice=ChoiceConfig(own.lambda_min, own.lambda_max, own.c, Rule(own.rule)) if own.adaptive else None,
+            lr=settings.lr,
+            personal_lr=own.personal_lr,
+        )
+
+
+@dataclass
+class _Round:
+    """What a round gathers; it becomes the strategy's state only at its end, so that one below quorum changes nothing.
+
+    Attributes:
+        names: The personal tensors.
+        state: The running sum.
+        shared: Sums of the other tensors.
+        heard_of: Clients that the running sum holds.
+        curvature: Partition -> ``L_i``.
+        fits: Partition -> local fit.
+        lost: Whether a client has lost what it would need to go on.
+    """
+
+    names: tuple[str, ...]
+    state: ServerState
+    shared: TensorSums
+    heard_of: set[int]
+    curvature: dict[int, float]
+    fits: dict[int, LocalFit] = field(default_factory=dict)
+    lost: bool = False
+
+
+class FedCLUP(RoundMixin, Strategy):
+    """A server step from the running sum of the clients' differences.
+
+    Args:
+        options: The shared options.
+        own: The method's own options.
+
+    Example:
+        >>> FedCLUP(options=RoundOptions(fraction_train=0.5), own=FedClupOptions(lam=0.3)).lam
+        0.3
+    """
+
+    def __init__(self, *, options: RoundOptions | None = None, own: FedClupOptions | None = None) -> None:
+        self.set_up_rounds(options or RoundOptions())
+        self.own = own or FedClupOptions()
+        self.choosing = self.own.choice is not None
+        self.lam = self.own.choice.lower if self.own.choice else self.own.lam
+        self._fit_rounds = 0
+        self._state: ServerState | None = None
+        self._heard_of: set[int] = set()
+        self._curvature: dict[int, float] = {}
+        self._warned: set[str] = set()
+        self._round: _Round | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings, experiment: str) -> FedCLUP:
+        """Build the strategy of a run.
+
+        Args:
+            settings: The settings.
+            experiment: Identity of the experiment.
+
+        Returns:
+            The strategy.
+        """
+        return cls(options=RoundOptions.from_settings(settings, experiment), own=FedClupOptions.from_settings(settings))
+
+    # What clients are asked ------------------------------------------------------------------
+
+    def sample(self, server_round: int) -> list[int]:
+        """Choose the clients of a round: all of them while ``lambda`` is being chosen.
+
+        Args:
+            server_round: The round.
+
+        Returns:
+            Partition ids, ascending.
+        """
+        return list(range(self.roster.num_partitions)) if self.choosing else super().sample(server_round)
+
+    def _client_config(self, server_round: int, partition: int, config: ConfigRecord) -> ConfigRecord:
+        plan = RoundPlan(
+            lam=self.lam,
+            generation=self._state.generation if self._state else 0,
+            fitting=self.choosing,
+            curvature=self._asks_curvature and partition not in self._curvature,
+        )
+        return ConfigRecord({**super()._client_config(server_round, partition, config), **plan.to_entries()})
+
+    @property
+    def _asks_curvature(self) -> bool:
+        # A step of the user's own is checked with it. Plain averaging asks for none: some models have no second derivative.
+        return self.own.gamma > 0 or self.own.gamma_rule == "theory"
+
+    # The round -------------------------------------------------------------------------------
+
+    def begin(self, arrays: Arrays) -> None:
+        """Start a round.
+
+        Args:
+            arrays: The model that is sent out, by name.
+
+        Raises:
+            SettingsError: A pattern of the personal parts names no tensor.
+        """
+        personal_names(list(arrays), self.own.patterns)
+        self._model = arrays
+        self._round = None
+
+    def fold(self, reply: Reply) -> None:
+        """Add the change of a client's difference to the running sum, and its other tensors to their mean.
+
+        Args:
+            reply: A checked reply.
+
+        Raises:
+            MessageError: A tensor of the model is missing, the personal tensors differ from the other clients', or the
+                scalars of a local fit are missing.
+        """
+        check_complete(reply, set(), self._model)
+        names = personal_names(list(reply.arrays), self.own.patterns)
+        current = self._round or self._start(names, reply)
+        if names != current.names:
+            raise MessageError(
+                explain(
+                    f"{reply.where}, personal tensors",
+                    expected=f"{list(current.names)} as from the other clients",
+                    got=str(list(names)),
+                    do="build the same model on every client",
+                )
+            )
+        fit = _read_fit(reply) if self.choosing else None
+        add_mean(current.shared, self.options.weight(reply.num_examples), _others(reply, names), where=reply.where)
+        self._round = current
+        if fit is not None:
+            current.fits[reply.partition] = fit
+        if CURVATURE in reply.metrics:
+            current.curvature[reply.partition] = reply.metrics.pop(CURVATURE)
+        if STORE_LOST in reply.metrics and reply.partition in current.heard_of:
+            current.lost = True
+            return
+        message = {name: reply.arrays[name] for name in names}
+        first = reply.partition not in current.heard_of
+        current.state = fold(current.state, message, self._weight(reply.partition), first=first)
+        if self._stale is not Stale.REPLIES:
+            current.heard_of.add(reply.partition)
+
+    def _start(self, names: tuple[str, ...], reply: Reply) -> _Round:
+        model = {name: self._model[name] for name in names}
+        state = initial_state(model) if self._state is None else replace(self._state, model=model)
+        return _Round(names, state, start_mean(_others(reply, names)), set(self._heard_of), dict(self._curvature))
+
+    @property
+    def _stale(self) -> Stale:
+        return Stale.REPLIES if self.choosing else self.own.stale
+
+    def _weight(self, partition: int) -> float:
+        """Give ``p_i``, over all ``N`` clients."""
+        facts = self.roster.facts
+        if partition not in facts:
+            raise RosterError(
+                explain(
+                    "FedCLUP, weights of the clients",
+                    expected="the number of examples of every client, from its answer to the query",
+                    got=f"no answer from client {partition}",
+                    do="use fedapps.client_apps on every node",
+                )
+            )
+        return self.options.weight(facts[partition].num_examples) / sum(
+            self.options.weight(facts[p].num_examples) for p in sorted(facts)
+        )
+
+    def finish(self) -> Arrays:
+        """Take the server step, and the mean of the tensors that are not personal.
+
+        Returns:
+            The new model, by name, in the order of the old one.
+        """
+        current, self._round = self._round, None
+        if current is None:
+            raise RuntimeError("finish without a folded reply")
+        self._curvature, self._heard_of = current.curvature, current.heard_of
+        if current.lost:
+            self.note("the sum of differences starts anew: the personal tensors of the global model stay as they are")
+            self._state, self._heard_of = restart(current.state), set()
+        elif self.choosing:
+            self._state = self._choose(current)
+        else:
+            config = self._config()
+            self._warn(config)
+            self._state = server_step(current.state, config)
+        shared = finish_mean(current.shared) if current.shared.names else {}
+        new = {**shared, **self._state.model}
+        return {name: new[name] for name in self._model}
+
+    def _choose(self, current: _Round) -> ServerState:
+        """Choose ``lambda`` from the local fits, and move the global model to their mean."""
+        choice = self.own.choice
+        if choice is None:
+            raise RuntimeError("a choice of lambda that was not asked for")
+        mean = [held / current.state.heard for held in current.state.total.values()]
+        report = choose_lambda(
+            current.fits,
+            {p: self._weight(p) for p in current.fits},
+            float(sum(np.sum(d**2) for d in mean)),
+            sum(self._model[name].size for name in current.names),
+            choice,
+        )
+        self._fit_rounds += 1
+        self.report.notes.append(report.describe())
+        logger.info("round %d: %s", self.report.server_round, report.describe())
+        self.report.values["R2"] = report.R2
+        # gamma = 1/lambda is plain averaging, whatever lambda.
+        state = server_step(current.state, FedClupConfig(self.lam, 1 / self.lam, Stale.REPLIES))
+        if report.decided:
+            self.lam, self.choosing = report.lam, False
+        elif self._fit_rounds == MOST_FIT_ROUNDS:
+            self.lam, self.choosing = self.own.lam, False
+            self.note(f"lambda is not decided after {MOST_FIT_ROUNDS} rounds of local fits: {self.lam:g} is kept")
+        self.report.values["lambda"] = self.lam
+        return state
+
+    def _config(self) -> FedClupConfig:
+        config = FedClupConfig(self.lam, self._gamma(), self.own.stale)
+        self.report.values |= {"lambda": config.lam, "gamma": config.gamma}
+        return config
+
+    def _gamma(self) -> float:
+        if self.own.gamma:
+            return self.own.gamma
+        if self.own.gamma_rule == "average" or self.own.stale is Stale.REUSE_MODELS:
+            return 1 / self.lam
+        L, N = max(self._curvature.values(), default=0.0), self.roster.num_partitions
+        # Of a loss without curvature only the pull is known.
+        num_sampled = N if self.own.stale is Stale.REPLIES else len(self.report.sampled)
+        return default_gamma(self.lam, L or np.inf, num_sampled, N)
+
+    def _warn(self, config: FedClupConfig) -> None:
+        """Warn of unstable steps, each once."""
+        L = max(self._curvature.values(), default=0.0)
+        if not L:
+            return
+        warnings = gamma_warnings(config, L, len(self.report.sampled), self.roster.num_partitions)
+        if self.own.lr:
+            step = pulled_step(self.own.lr, config.lam, self.own.personal_lr)
+            warnings += [text for text in [step_warning(step, L, config.lam)] if text]
+        for text in warnings:
+            kind = text.partition("=")[0]
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self.note(text)
+
+    # Resume ----------------------------------------------------------------------------------
+
+    def state_arrays(self) -> Arrays:
+        """Give the running sum, for a checkpoint."""
+        return {} if self._state is None else dict(self._state.total)
+
+    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take back the running sum; called after `load_state`.
+
+        Args:
+            arrays: What `state_arrays` gave.
+        """
+        if self._state is not None:
+            self._state = replace(self._state, total=dict(arrays))
+
+    def state(self) -> dict[str, Any]:
+        """Give the plain state that a checkpoint keeps beside the running sum."""
+        held = None if self._state is None else {"heard": self._state.heard, "generation": self._state.generation}
+        return {
+            **super().state(),
+            "sum": held,
+            "heard-of": sorted(self._heard_of),
+            "curvature": {str(p): L for p, L in self._curvature.items()},
+            "lambda": self.lam,
+            "choosing": self.choosing,
+            "fit-rounds": self._fit_rounds,
+            "warned": sorted(self._warned),
+        }
+
+    def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
+        """Take back the plain state of a checkpoint.
+
+        Args:
+            state: What `state` gave.
+            last_folded: Partition -> round of its last folded reply.
+        """
+        super().load_state(state, last_folded)
+        if state["sum"] is not None:
+            self._state = ServerState({}, {}, heard=state["sum"]["heard"], generation=state["sum"]["generation"])
+        self._heard_of = set(state["heard-of"])
+        self._curvature = {int(p): L for p, L in state["curvature"].items()}
+        self.lam, self.choosing = state["lambda"], state["choosing"]
+        self._fit_rounds = state["fit-rounds"]
+        self._warned = set(state["warned"])
+
+
+def _others(reply: Reply, names: tuple[str, ...]) -> Arrays:
+    shared = {name: value for name, value in reply.arrays.items() if name not in names}
+    return {**shared, **reply.buffers}
+
+
+def _read_fit(reply: Reply) -> LocalFit:
+    missing = [name for name in (FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE) if name not in reply.metrics]
+    if missing:
+        raise MessageError(
+            explain(
+                f"{reply.where}, metrics",
+                expected="the scalars of a local fit",
+                got=f"none called {', '.join(missing)}",
+                do="use the same version of fedapps on both ends",
+            )
+        )
+    return LocalFit(
+        reply.num_examples,
+        reply.metrics.pop(FIT_DISTANCE2),
+        reply.metrics.pop(FIT_NOISE),
+        reply.metrics.pop(FIT_VARIANCE),
+    )

@@ -1,0 +1,318 @@
+"""The tasks mnist, cifar10 and cifar100: files in the data folder, or torchvision's download.
+
+With a data folder (``--data-dir`` or ``FEDAPPS_DATA``) data is read from it and nothing is downloaded: the files of
+`fedapps.tasks.image_files` first, in the folder or its sub-folder named after the task, else torchvision's own files.
+Without one, torchvision downloads into ``~/.cache/fedapps`` (``XDG_CACHE_HOME`` is respected).
+
+Images stay uint8 in memory; a batch becomes float32, normalised by channel, when it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.base import DATA_VARIABLE, Data, TaskConfig
+from fedapps.tasks.compressed import find_compressed
+from fedapps.tasks.image_files import checked_images, read_idx_pair, read_npz
+from fedapps.tasks.image_models import resnet18_groupnorm, simple_cnn
+from fedapps.tasks.options import Option
+from fedapps.tasks.torch_task import TorchTask
+
+CROP_PADDING = 4
+"""Black pixels on each side from which `crop_and_flip` cuts."""
+
+
+class ImageTask(TorchTask):
+    """Classify small images; what the tasks of this module share."""
+
+    FOLDER: ClassVar[str]
+    """Sub-folder of the data folder."""
+
+    FILES: ClassVar[tuple[str, ...]]
+    """Names of the files, without the ending of a compression."""
+
+    DATASET: ClassVar[str]
+    """Class of ``torchvision.datasets``."""
+
+    IMAGE: ClassVar[tuple[int, int, int]]
+    """Shape of an image, ``(channels, height, width)``."""
+
+    NUM_CLASSES: ClassVar[int]
+    MEAN: ClassVar[tuple[float, ...]]
+    """Mean of each channel of the whole training set, pixels in [0, 1]."""
+
+    DEVIATION: ClassVar[tuple[float, ...]]
+    """Standard deviation of each channel of the whole training set, pixels in [0, 1]."""
+
+    @abstractmethod
+    def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
+        """Read the files of the data folder.
+
+        Args:
+            files: Each of `FILES` -> where it is.
+
+        Returns:
+            Training pool and test set.
+
+        Raises:
+            TaskError: A file is malformed.
+        """
+
+    def load(self) -> tuple[Data, Data]:
+        """Read the images.
+
+        Returns:
+            Training pool and test set; inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64.
+
+        Raises:
+            TaskError: A file is missing or malformed, or the download fails.
+        """
+        return self.read(self._files) if self._files else self._load_with_torchvision()
+
+    def checksums(self) -> dict[str, str]:
+        """Identify the data, for the record of a run.
+
+        Returns:
+            Folder and name of a file, such as ``cifar10/cifar10_subset.npz.xz`` -> SHA-256 of its bytes; without such
+            files, as for any task.
+        """
+        if not self._files:
+            return super().checksums()
+        return {
+            f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in self._files.values()
+        }
+
+    def build_model(self) -> torch.nn.Module:
+        """Build the simple CNN.
+
+        Returns:
+            A model from ``(n, channels, height, width)`` to ``(n, classes)``.
+        """
+        return simple_cnn(self.IMAGE, self.NUM_CLASSES)
+
+    def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn pixels 0..255 into float32, less the mean and divided by the deviation of their channel.
+
+        Args:
+            data: The examples; they are copied.
+            device: Where to put the tensors.
+
+        Returns:
+            Inputs ``(n, channels, height, width)`` and targets ``(n,)``.
+        """
+        mean, deviation = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (self.MEAN, self.DEVIATION))
+        pixels = torch.tensor(data.inputs, device=device).float()
+        return (pixels / 255 - mean) / deviation, torch.tensor(data.targets, device=device)
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Each of `FILES` -> where it is; empty if none is there."""
+        if self.data_dir is None:
+            return {}
+        folders = self.data_dir / self.FOLDER, self.data_dir
+        found = {name: find_compressed([folder / name for folder in folders]) for name in self.FILES}
+        files = {name: path for name, path in found.items() if path is not None}
+        if files and len(files) < len(found):
+            missing = ", ".join(name for name in found if name not in files)
+            raise self._no_data(f"no {missing} in {' or '.join(map(str, folders))}")
+        return files
+
+    def _load_with_torchvision(self) -> tuple[Data, Data]:
+        try:
+            import torchvision
+        except ImportError as error:
+            raise TaskError(
+                explain(f"task '{self.name}'", expected="torchvision", got=str(error), do="install fedapps[torch]")
+            ) from error
+        dataset = getattr(torchvision.datasets, self.DATASET)
+        given = self.data_dir
+        try:
+            with nullcontext(given) if given else _only_one_process(cache_folder()) as folder:
+                train, test = (dataset(str(folder), train=part, download=given is None) for part in (True, False))
+        except (RuntimeError, OSError) as error:
+            raise self._no_data(f"{type(error).__name__}: {error}") from error
+        return self._data_of(train), self._data_of(test)
+
+    def _data_of(self, dataset: Any) -> Data:
+        images, labels = np.asarray(dataset.data), np.asarray(dataset.targets)
+        images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+        return checked_images(images, labels, self.IMAGE, self.NUM_CLASSES, f"torchvision's {self.DATASET}")
+
+    def _no_data(self, got: str) -> TaskError:
+        names = ", ".join(self.FILES)
+        do = f"put them there, or start without --data-dir and {DATA_VARIABLE} to let torchvision download"
+        if self.data_dir is None:
+            do = f"connect to the network, or put {names} into a folder and set --data-dir or {DATA_VARIABLE} to it"
+            return TaskError(
+                explain(f"task '{self.name}'", expected=f"a download of {self.DATASET} by torchvision", got=got, do=do)
+            )
+        expected = f"{names} (plain or with .gz, .xz or .bz2), or torchvision's own files, in {self.data_dir}"
+        return TaskError(explain(f"task '{self.name}'", expected=expected, got=got, do=do))
+
+
+class MnistTask(ImageTask):
+    """Handwritten digits: 60,000 + 10,000 images of 28 x 28 pixels in 10 classes (LeCun, Cortes & Burges)."""
+
+    FOLDER = "mnist"
+    FILES = (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    )
+    DATASET = "MNIST"
+    IMAGE = (1, 28, 28)
+    NUM_CLASSES = 10
+    MEAN = (0.1307,)
+    DEVIATION = (0.3081,)
+
+    def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
+        """Read the four IDX files.
+
+        Args:
+            files: Each of `FILES` -> where it is.
+
+        Returns:
+            Training pool and test set.
+
+        Raises:
+            TaskError: A file is malformed.
+        """
+        paths = [files[name] for name in self.FILES]
+        train = read_idx_pair(paths[0], paths[1], self.IMAGE, self.NUM_CLASSES)
+        return train, read_idx_pair(paths[2], paths[3], self.IMAGE, self.NUM_CLASSES)
+
+
+class Cifar10Task(ImageTask):
+    """Photographs of 32 x 32 pixels in 10 classes (Krizhevsky 2009): 50,000 + 10,000, or a subset from a file."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "model": Option("cnn", "cnn (simple CNN) or resnet18 (ResNet-18 with group normalisation)"),
+        "augment": Option(
+            False, "crop training images at random from a border of 4 black pixels, and flip half of them"
+        ),
+    }
+    FOLDER = "cifar10"
+    FILES = ("cifar10_subset.npz",)
+    DATASET = "CIFAR10"
+    IMAGE = (3, 32, 32)
+    NUM_CLASSES = 10
+    MEAN = (0.49139968, 0.48215841, 0.44653091)
+    DEVIATION = (0.24703223, 0.24348513, 0.26158784)
+
+    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
+        super().__init__(config, name)
+        if self.options["model"] not in ("cnn", "resnet18"):
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', option 'model'",
+                    expected="cnn or resnet18",
+                    got=repr(self.options["model"]),
+                    do="change it in task-options",
+                )
+            )
+
+    def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
+        """Read the npz file.
+
+        Args:
+            files: Each of `FILES` -> where it is.
+
+        Returns:
+            Training pool and test set.
+
+        Raises:
+            TaskError: The file is malformed.
+        """
+        (path,) = files.values()
+        return read_npz(path, self.IMAGE, self.NUM_CLASSES)
+
+    def build_model(self) -> torch.nn.Module:
+        """Build the model that the option ``model`` names.
+
+        Returns:
+            A model from ``(n, 3, 32, 32)`` to ``(n, classes)``.
+        """
+        return resnet18_groupnorm(self.NUM_CLASSES) if self.options["model"] == "resnet18" else super().build_model()
+
+    def augment(self, batch: Data, random: np.random.Generator) -> Data:
+        """Crop and flip the images of a training batch if the option ``augment`` says so.
+
+        Args:
+            batch: The examples; left unchanged.
+            random: Where the draws come from.
+
+        Returns:
+            As many examples.
+        """
+        if not self.options["augment"]:
+            return batch
+        return dataclasses.replace(batch, inputs=crop_and_flip(np.asarray(batch.inputs), random))
+
+
+class Cifar100Task(Cifar10Task):
+    """Photographs of 32 x 32 pixels in 100 classes (Krizhevsky 2009): 50,000 + 10,000, or a subset from a file."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "model": Option("resnet18", "resnet18 (ResNet-18 with group normalisation) or cnn (simple CNN)"),
+    }
+    FOLDER = "cifar100"
+    FILES = ("cifar100_subset.npz",)
+    DATASET = "CIFAR100"
+    NUM_CLASSES = 100
+    MEAN = (0.50707516, 0.48654887, 0.44091784)
+    DEVIATION = (0.26733429, 0.25643846, 0.27615047)
+
+
+def crop_and_flip(images: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
+    """Cut each image at random from itself with a black border, and mirror half of them: the usual CIFAR augmentation.
+
+    Args:
+        images: ``(n, channels, height, width)``; left unchanged.
+        random: Where the draws come from.
+
+    Returns:
+        New images of the same shape and dtype.
+    """
+    n, _, height, width = images.shape
+    border = CROP_PADDING
+    padded = np.pad(images, ((0, 0), (0, 0), (border, border), (border, border)))
+    top, left = random.integers(0, 2 * border + 1, (2, n))
+    mirrored = random.random((n, 1)) < 0.5
+    rows = top[:, None] + np.arange(height)  # (n, height)
+    columns = left[:, None] + np.where(mirrored, np.arange(width)[::-1], np.arange(width))  # (n, width)
+    cut = padded[np.arange(n)[:, None, None], :, rows[:, :, None], columns[:, None, :]]  # (n, height, width, channels)
+    return np.ascontiguousarray(cut.transpose(0, 3, 1, 2))
+
+
+def cache_folder() -> Path:
+    """Tell where torchvision downloads to.
+
+    Returns:
+        ``fedapps`` in ``XDG_CACHE_HOME``, else in ``~/.cache``.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedapps"
+
+
+@contextmanager
+def _only_one_process(folder: Path) -> Iterator[Path]:
+    """Let no two processes, such as two SuperNodes of a machine, download into the folder at the same time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "download.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder

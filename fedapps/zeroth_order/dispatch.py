@@ -1,0 +1,265 @@
+"""One entry for perturbing and updating, on whatever a machine has: Triton on CUDA, numba on the CPU, else NumPy.
+
+All paths give the same bits, so the choice is only a matter of time. Parameters may be NumPy arrays (float32, float16,
+or `uint16` patterns of bfloat16) or torch tensors on the CPU or on CUDA; they must be contiguous, and are updated where
+they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.errors import explain
+from fedapps.zeroth_order import backend_reference, rules
+from fedapps.zeroth_order.directions import Distribution, check_range
+from fedapps.zeroth_order.errors import DirectionError
+from fedapps.zeroth_order.number_formats import NumberFormat, format_of, narrow
+from fedapps.zeroth_order.program import Program, compile_records
+from fedapps.zeroth_order.scheme import HessianUpdate, LocalStep, Probe, Record, Scheme
+from fedapps.zeroth_order.tensors import Tensor, aligned_empty, device_of, flat_view, like, to_numpy
+
+if TYPE_CHECKING:
+    import torch
+
+LOG = logging.getLogger("flwr")
+"""Flower's logger."""
+
+FUSED = ("decomfl", "hiso", "hiso-momentum")
+"""Rules that the compiled paths know; any other runs on the reference."""
+
+
+def perturb(
+    theta: Tensor,
+    state: Mapping[str, Tensor],
+    scheme: Scheme,
+    *,
+    offset: int = 0,
+    steps: Sequence[LocalStep] = (),
+    probe: Probe | None = None,
+    rows: NDArray[np.int64] | None = None,
+    scratch: Callable[[int, np.dtype[Any]], NDArray[Any]] = aligned_empty,
+    threads: int | None = None,
+) -> Tensor:
+    """Materialise a tensor where a client stands: after its local steps, and displaced by a probe.
+
+    Args:
+        theta: A tensor at the round's start, any shape; not changed.
+        state: The rule's state of that tensor, slot -> float32 of as many elements; only what the scale reads is needed.
+        scheme: The run's scheme.
+        offset: Place of the tensor's first element.
+        steps: Local steps taken so far.
+        probe: The probe, or None.
+        rows: Only these rows of the first dimension, in this order; None for all.
+        scratch: Gives `(elements, dtype)` -> memory for a result on the CPU; new memory costs page faults.
+        threads: Of the CPU path; None for as many as torch uses, else all processors.
+
+    Returns:
+        A new tensor of the same kind and format, (len(rows) or the first dimension, *rest).
+
+    Raises:
+        DirectionError: Format, memory layout, rows or state do not fit.
+    """
+    flat, slots, place = _prepare(theta, state, offset)
+    if rows is None:
+        starts, width, shape = np.zeros(1, np.int64), _numel(flat), tuple(theta.shape)
+    else:
+        _check_rows(rows, theta.shape[0])
+        width = _numel(flat) // theta.shape[0] if theta.shape[0] else 0
+        starts, shape = np.ascontiguousarray(rows, np.int64) * width, (len(rows), *theta.shape[1:])
+    if not steps and probe is None:
+        whole = flat if rows is None else flat.reshape(theta.shape[0], -1)[rows].reshape(-1)
+        return like(whole.copy() if isinstance(whole, np.ndarray) else whole.clone(), theta, shape)
+    count = len(starts) * width
+    out = scratch(count, flat.dtype) if isinstance(flat, np.ndarray) else flat.new_empty(count)
+    run = _backend_for(scheme, place)
+    run.displace(flat, slots, scheme, steps, probe, offset, starts, width, out, _threads(threads))
+    return like(out, theta, shape)
+
+
+def apply_rounds(
+    theta: Tensor,
+    state: Mapping[str, Tensor],
+    records: Sequence[Record],
+    scheme: Scheme,
+    *,
+    offset: int = 0,
+    program: Program | None = None,
+    threads: int | None = None,
+) -> None:
+    """Apply rounds of a journal to a tensor and its state, in place, in one pass over memory.
+
+    Args:
+        theta: A tensor, or a window of one.
+        state: The rule's state of the same elements, slot -> float32.
+        records: Rounds, in order.
+        scheme: The run's scheme.
+        offset: Place of the first element.
+        program: `compile_records(records, scheme)`, to share it between tensors.
+        threads: Of the CPU path; None for as many as torch uses, else all processors.
+
+    Raises:
+        DirectionError: Format, memory layout or state do not fit.
+    """
+    missing = [slot for slot in rules.rule_of(scheme).slots if slot not in state]
+    if missing:
+        got = f"{sorted(state)}"
+        raise DirectionError(
+            explain("state", expected=f"slot '{missing[0]}'", got=got, do="start from the rule's init")
+        )
+    flat, slots, place = _prepare(theta, state, offset)
+    if not records or not _numel(flat):
+        return
+    run = _backend_for(scheme, place)
+    if run is backend_reference:
+        backend_reference.apply(flat, slots, scheme, records, offset, _threads(threads))
+    else:
+        run.apply(flat, slots, program or compile_records(records, scheme), offset, _threads(threads))
+    if place == "copied":
+        _copy_back(theta, flat)
+        for slot, values in slots.items():
+            _copy_back(state[slot], values)
+
+
+def kernel_name(device: str = "cpu") -> str:
+    """Say which path serves a device.
+
+    Args:
+        device: `cpu` or `cuda`, with or without an index.
+
+    Returns:
+        `triton`, `numba` or `numpy`.
+    """
+    return str(_backend(device.partition(":")[0]).NAME)
+
+
+def kernel_checksum(device: str = "cpu") -> str:
+    """Hash what a device's path makes of a small fixed problem: all formats, distributions, rules and policies.
+
+    Both ends of a run compare it before round 1: a kernel or version that draws other directions is refused.
+
+    Args:
+        device: `cpu` or `cuda[:i]`.
+
+    Returns:
+        SHA-256 in hexadecimal; the same on every path and machine.
+    """
+    digest = hashlib.sha256()
+    for number_format in NumberFormat:
+        for distribution in Distribution:
+            for method, policy in zip(FUSED, HessianUpdate, strict=True):
+                scheme = Scheme(2**63 + 11, method, distribution, policy)
+                for array in _small_problem(scheme, number_format, device):
+                    digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
+
+
+def _small_problem(scheme: Scheme, number_format: NumberFormat, device: str) -> list[NDArray[Any]]:
+    size, offset = 301, 2**36 + 5
+    theta = _to_device(narrow(np.linspace(-2, 2, size, dtype=np.float32), number_format), device)
+    state = {slot: _to_device(values, device) for slot, values in rules.rule_of(scheme).init(size).items()}
+    scalars = ((0.75, -1.5), (-0.3125, 2.0))
+    records = [Record(r, 2 * r, 0.01 / r, 1e-3, 0.1, 1e-6, scalars, 2, momentum=0.9) for r in (1, 2)]
+    apply_rounds(theta, state, records, scheme, offset=offset)
+    taken = [LocalStep(7, (0.5,), 0.01)]
+    moved = perturb(theta, state, scheme, offset=offset, steps=taken, probe=Probe(8, 1, 1e-3))
+    return [to_numpy(values) for values in (theta, moved, *state.values())]
+
+
+def _to_device(array: NDArray[Any], device: str) -> Tensor:
+    if device == "cpu":
+        return array
+    import torch  # only for a device of torch
+
+    dtype = torch.bfloat16 if array.dtype == np.uint16 else torch.from_numpy(array[:0]).dtype
+    return like(array, torch.empty(0, dtype=dtype, device=device), array.shape)
+
+
+# --- choice of a path ----------------------------------------------------------------------------------------------
+
+
+def _backend_for(scheme: Scheme, place: str) -> ModuleType:
+    return _backend("cpu" if place == "copied" else place) if scheme.method in FUSED else backend_reference
+
+
+@cache
+def _backend(device: str) -> ModuleType:
+    chosen = _load_backend(device)
+    LOG.info("zeroth-order kernels on %s: %s", device, chosen.NAME)
+    return chosen
+
+
+def _load_backend(device: str) -> ModuleType:
+    if device == "cuda" and _found("triton"):
+        from fedapps.zeroth_order import backend_triton  # each path is imported when it is chosen
+
+        return backend_triton
+    if device == "cpu" and _found("numba") and sys.byteorder == "little":
+        from fedapps.zeroth_order import backend_numba
+
+        return backend_numba
+    if device == "cuda":
+        LOG.warning("zeroth order: no triton, so CUDA tensors are updated on the CPU; install the CUDA build of torch")
+        return _backend("cpu")
+    LOG.warning("zeroth order: no numba, so directions take NumPy and many times longer; install fedapps[fast]")
+    return backend_reference
+
+
+def _found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _threads(threads: int | None) -> int:
+    if threads is not None:
+        return threads
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None else len(os.sched_getaffinity(0))
+
+
+# --- checks and views ----------------------------------------------------------------------------------------------
+
+
+def _prepare(theta: Tensor, state: Mapping[str, Tensor], offset: int) -> tuple[Any, dict[str, Any], str]:
+    """Give flat views, and where they lie: on the device, or copied to the CPU because its path is missing."""
+    device = device_of(theta)
+    if device not in ("cpu", "cuda"):
+        raise DirectionError(explain("parameters", expected="device cpu or cuda", got=device, do="move the model"))
+    flat, slots = flat_view(theta), {slot: flat_view(values, slot) for slot, values in state.items()}
+    check_range(offset, offset + _numel(flat))
+    for slot, values in slots.items():
+        if _numel(values) != _numel(flat) or str(values.dtype).removeprefix("torch.") != "float32":
+            got = f"{_numel(values)} of {values.dtype}"
+            expected = f"{_numel(flat)} elements of float32"
+            raise DirectionError(
+                explain(f"state '{slot}'", expected=expected, got=got, do="start from the rule's init")
+            )
+    if device == "cuda" and not _found("triton"):
+        return to_numpy(flat), {slot: to_numpy(values) for slot, values in slots.items()}, "copied"
+    if device == "cpu":
+        format_of(flat)  # type: ignore[arg-type]
+    return flat, slots, device
+
+
+def _numel(flat: Any) -> int:
+    return int(flat.size if isinstance(flat, np.ndarray) else flat.numel())
+
+
+def _copy_back(target: Tensor, values: NDArray[Any]) -> None:
+    cast("torch.Tensor", target).copy_(cast("torch.Tensor", like(values, target, tuple(target.shape))))
+
+
+def _check_rows(rows: NDArray[np.int64], count: int) -> None:
+    if len(rows) and not 0 <= int(np.min(rows)) <= int(np.max(rows)) < count:
+        raise DirectionError(
+            explain("rows", expected=f"0 to {count - 1}", got=f"{np.min(rows)} to {np.max(rows)}", do="check the ids")
+        )

@@ -1,0 +1,353 @@
+"""The journal: one file holds a run, and base model + journal = the trained model of any round.
+
+JSON Lines, UTF-8, append-only. The first line is the header, every other line one applied round; a refused round has no
+line. Floats are written so that they read back exactly. A line that was torn by a crash is dropped on reading.
+
+References:
+    DeComFL, arXiv 2405.15861 (clients rebuild the model from scalars and seeds).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from fedapps.errors import explain
+from fedapps.zeroth_order.errors import JournalError
+from fedapps.zeroth_order.journal_lines import BaseModel, Header, header_line, parse_header, parse_record, record_line
+from fedapps.zeroth_order.layout import Layout
+from fedapps.zeroth_order.rules import rule_of
+from fedapps.zeroth_order.scheme import Record
+
+LOG = logging.getLogger("flwr")
+"""Flower's logger."""
+
+__all__ = ["BaseModel", "Header", "Journal", "JournalFile", "Slice", "show"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a journal: every applied round with `after < round <= through`.
+
+    Attributes:
+        after: Who holds the state of this round may apply the slice.
+        through: The round whose state the slice leads to; refused rounds between have no record.
+        records: The rounds, in order.
+    """
+
+    after: int
+    through: int
+    records: tuple[Record, ...]
+
+    def __post_init__(self) -> None:
+        rounds = [record.round for record in self.records]
+        if self.after < 0 or self.through < self.after or rounds != sorted(set(rounds)):
+            raise JournalError(
+                explain("journal slice", expected="rounds in order", got=f"{rounds}", do="send the slice again")
+            )
+        if rounds and not (self.after < rounds[0] and rounds[-1] <= self.through):
+            got = f"rounds {rounds[0]} to {rounds[-1]}"
+            expected = f"rounds in ({self.after}, {self.through}]"
+            raise JournalError(explain("journal slice", expected=expected, got=got, do="send the slice again"))
+
+
+@dataclass
+class Journal:
+    """A journal in memory; the persistent state of a client is such a prefix.
+
+    Attributes:
+        header: What is constant over the run.
+        records: The applied rounds, in order.
+        through: The last round that is known, applied or refused.
+    """
+
+    header: Header
+    records: list[Record] = field(default_factory=list)
+    through: int = 0
+
+    def __post_init__(self) -> None:
+        records, self.records = self.records, []
+        self.extend(records)
+
+    @classmethod
+    def from_text(cls, text: str, where: str = "journal") -> Journal:
+        """Read a journal from its text; a torn last line is dropped.
+
+        Args:
+            text: Lines.
+            where: Where the text comes from, for messages.
+
+        Returns:
+            The journal.
+
+        Raises:
+            JournalError: A line other than a torn last one cannot be read, or the rounds are out of order.
+        """
+        return _read(text.encode("utf-8"), where)[0]
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """Read a journal file; a torn last line is dropped.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The journal.
+
+        Raises:
+            JournalError: There is no such file, or a line cannot be read.
+        """
+        return _read(_bytes_of(path), str(path))[0]
+
+    def to_text(self) -> str:
+        """Write the journal.
+
+        Returns:
+            Header and records, one a line.
+        """
+        return "".join([header_line(self.header), *(record_line(record) for record in self.records)])
+
+    def append(self, record: Record) -> None:
+        """Add a round.
+
+        Args:
+            record: The round.
+
+        Raises:
+            JournalError: The round or its steps lie before the end, or the record lacks what the method needs.
+        """
+        self._check_next(record)
+        self.records.append(record)
+        self.through = max(self.through, record.round)
+
+    def extend(self, records: Iterable[Record], through: int = 0) -> None:
+        """Add rounds; those that the journal holds already are skipped if they are equal.
+
+        Args:
+            records: Rounds, in order.
+            through: The last round that they tell about.
+
+        Raises:
+            JournalError: A round differs from the one that is held, or does not follow.
+        """
+        held = {record.round: record for record in self.records}
+        for record in records:
+            if record.round not in held:
+                self.append(record)
+            elif held[record.round] != record:
+                raise JournalError(
+                    explain(
+                        f"round {record.round}",
+                        expected="the record that is held already",
+                        got="another one",
+                        do="this is another run's journal: start the client with an empty store",
+                    )
+                )
+        self.through = max(self.through, through)
+
+    def slice(self, after: int, through: int | None = None) -> Slice:
+        """Cut out what somebody lacks who holds the state of a round.
+
+        Args:
+            after: That round, 0 for the base model.
+            through: The last round wanted; None for all that is known.
+
+        Returns:
+            The rounds after it.
+        """
+        last = self.through if through is None else through
+        return Slice(after, max(after, last), tuple(r for r in self.records if after < r.round <= last))
+
+    def check_model(self, layout: Layout, base_fingerprint: str | None = None) -> None:
+        """Refuse a model that the journal was not written for.
+
+        Args:
+            layout: The model's trainable tensors.
+            base_fingerprint: Fingerprint of the model's state at the start, or None to leave it out.
+
+        Raises:
+            JournalError: A tensor or the fingerprint differs.
+        """
+        base = self.header.base
+        difference = self.header.layout.difference(layout)
+        if difference is not None:
+            do = f"use the base model '{base.id}' with the same adapters and frozen parameters"
+            raise JournalError(explain("journal", expected="the model it was written for", got=difference, do=do))
+        if base_fingerprint is not None and base_fingerprint != base.fingerprint:
+            raise JournalError(
+                explain(
+                    "journal",
+                    expected=f"the base model '{base.id}' with fingerprint {base.fingerprint[:16]}",
+                    got=base_fingerprint[:16],
+                    do="the shapes fit but the weights differ: use the same revision and initialisation",
+                )
+            )
+
+    def _check_next(self, record: Record) -> None:
+        where = f"round {record.round}"
+        if record.round <= (self.records[-1].round if self.records else 0):
+            got = f"round {record.round} after round {self.records[-1].round}"
+            raise JournalError(explain(where, expected="a later round", got=got, do="append each round once"))
+        end = self.records[-1].end_step if self.records else 0
+        if record.first_step < end:
+            got = str(record.first_step)
+            raise JournalError(
+                explain(where, expected=f"first-step {end} or more", got=got, do="never use a step twice")
+            )
+        has, needs = record.momentum is not None, rule_of(self.header.scheme).momentum
+        if has != needs:
+            expected = "a momentum" if needs else "no momentum"
+            got = f"method '{self.header.scheme.method}' and momentum {record.momentum}"
+            raise JournalError(explain(where, expected=expected, got=got, do="write what the method uses"))
+
+
+class JournalFile:
+    """A journal on disk that only grows; each record is on the disk before `append` returns.
+
+    Attributes:
+        journal: The same in memory.
+        path: The file.
+    """
+
+    def __init__(self, path: Path, journal: Journal, stream: IO[bytes]) -> None:
+        self.path = path
+        self.journal = journal
+        self._stream = stream
+
+    @classmethod
+    def create(cls, path: Path, header: Header) -> JournalFile:
+        """Start a journal.
+
+        Args:
+            path: A file that does not exist.
+            header: What is constant over the run.
+
+        Returns:
+            The open journal, without records.
+
+        Raises:
+            JournalError: The file exists.
+        """
+        try:
+            stream = path.open("xb")
+        except FileExistsError:
+            raise JournalError(
+                explain(str(path), expected="no file", got="a journal", do="open it to go on, or choose another folder")
+            ) from None
+        opened = cls(path, Journal(header), stream)
+        opened._write(header_line(header))
+        return opened
+
+    @classmethod
+    def open(cls, path: Path) -> JournalFile:
+        """Go on with a journal; a torn last line is cut off.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The open journal.
+
+        Raises:
+            JournalError: It cannot be read.
+        """
+        data = _bytes_of(path)
+        journal, good = _read(data, str(path))
+        stream = path.open("r+b")
+        stream.truncate(good)
+        stream.seek(0, os.SEEK_END)
+        opened = cls(path, journal, stream)
+        if not data[:good].endswith(b"\n"):
+            opened._write("\n")
+        return opened
+
+    def append(self, record: Record) -> None:
+        """Add a round, in memory and on disk.
+
+        Args:
+            record: The round.
+
+        Raises:
+            JournalError: See `Journal.append`.
+        """
+        self.journal.append(record)
+        self._write(record_line(record))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line.encode("utf-8"))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+
+def show(journal: Journal) -> list[str]:
+    """Describe a journal in lines for a reader.
+
+    Args:
+        journal: The journal.
+
+    Returns:
+        What the run fixed, then a line a round.
+    """
+    scheme, base = journal.header.scheme, journal.header.base
+    lines = [
+        f"method {scheme.method}, seed {scheme.seed}, {scheme.distribution} directions, H {scheme.hessian_update}",
+        f"base {base.id} {base.revision or ''} ({base.fingerprint[:16]})".replace("  ", " "),
+        f"{len(journal.header.layout.tensors)} tensors, {journal.header.layout.size} parameters, "
+        f"{len(journal.records)} rounds, {sum(r.tau * r.num_probes for r in journal.records)} scalars",
+    ]
+    for record in journal.records:
+        mark = f", fingerprint {record.fingerprint[:16]}" if record.fingerprint else ""
+        size = max(abs(value) for row in record.scalars for value in row)
+        lines.append(
+            f"round {record.round}: steps {record.first_step}-{record.end_step - 1}, P {record.num_probes}, "
+            f"lr {record.lr:g}, mu {record.mu:g}, nu {record.nu:g}, largest scalar {size:.4g}, "
+            f"{record.participants} clients{mark}"
+        )
+    return lines
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise JournalError(explain(str(path), expected="a journal", got="no file", do="check the path")) from None
+
+
+def _read(data: bytes, where: str) -> tuple[Journal, int]:
+    """Read lines; returns the journal and the number of bytes that are good."""
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise JournalError(explain(where, expected="a header line", got="an empty file", do="start the run again"))
+    journal = Journal(parse_header(_decoded(lines[0], f"{where}, line 1"), f"{where}, line 1"))
+    good = len(lines[0]) + 1
+    for number, line in enumerate(lines[1:], 2):
+        place = f"{where}, line {number}"
+        try:
+            journal.append(parse_record(_decoded(line, place), place))
+        except JournalError:
+            if number == len(lines) and not data.endswith(b"\n"):
+                LOG.warning("%s is torn and was dropped; the journal ends with round %d", place, journal.through)
+                return journal, good
+            raise
+        good += len(line) + 1
+    return journal, min(good, len(data))
+
+
+def _decoded(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise JournalError(
+            explain(where, expected="UTF-8", got=str(error), do="restore the file from a copy")
+        ) from None

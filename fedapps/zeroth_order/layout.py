@@ -1,0 +1,166 @@
+"""How the trainable tensors of a model are laid end to end, and the fingerprint of a state.
+
+Element `e` of a run belongs to the tensor in whose range it lies; the order is that of `named_parameters()`, tied
+tensors once, frozen ones left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fedapps.errors import explain
+from fedapps.zeroth_order.errors import DirectionError
+from fedapps.zeroth_order.number_formats import NumberFormat
+from fedapps.zeroth_order.tensors import Tensor, flat_view, to_numpy
+
+_CHUNK = 1 << 20  # elements hashed at a time
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One trainable tensor.
+
+    Attributes:
+        name: Its name in `named_parameters()`.
+        shape: Its shape.
+        number_format: How its numbers are stored.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    number_format: NumberFormat = NumberFormat.FLOAT32
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainable tensors in the order in which they are laid end to end.
+
+    Attributes:
+        tensors: At least one, with different names.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tensors or not self.size:
+            raise DirectionError(
+                explain("model", expected="a trainable parameter", got="none", do="leave some parameters unfrozen")
+            )
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+            raise DirectionError(
+                explain("model", expected="different names", got="a name twice", do="list tied tensors once")
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all tensors, `d`."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Name -> place of the tensor's first element."""
+        offsets, place = {}, 0
+        for tensor in self.tensors:
+            offsets[tensor.name] = place
+            place += tensor.size
+        return offsets
+
+    def difference(self, other: Layout) -> str | None:
+        """Say where another layout differs first.
+
+        Args:
+            other: The other layout.
+
+        Returns:
+            A phrase, or None if they are equal.
+        """
+        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
+            if mine != theirs:
+                return f"{_describe(theirs)} in the place of {_describe(mine)}"
+        if len(self.tensors) != len(other.tensors):
+            return f"{len(other.tensors)} tensors instead of {len(self.tensors)}"
+        return None
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """Describe tensors in their order.
+
+    Args:
+        tensors: Name -> NumPy array (bfloat16 as `uint16`) or torch tensor.
+
+    Returns:
+        Their layout.
+
+    Raises:
+        DirectionError: There is none, or one is not float32, bfloat16 or float16.
+    """
+    return Layout(tuple(TensorSpec(name, tuple(t.shape), _format(name, t)) for name, t in tensors.items()))
+
+
+def fingerprint(
+    layout: Layout, theta: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> str:
+    """Name a state: SHA-256 over the little-endian bytes of all tensors of `theta`, then of `H`, then of other slots.
+
+    `H` is part of every state: for a method without it, it is 1 everywhere and is hashed as such, so HiSo with `nu = 0`
+    and DeComFL have the same fingerprint.
+
+    Args:
+        layout: The order of the tensors.
+        theta: Name -> parameters.
+        state: Slot -> name -> float32; None for the state at the start of a run.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    slots = state or {}
+    digest = hashlib.sha256()
+    for tensor in layout.tensors:
+        _update(digest, theta[tensor.name])
+    for slot in ("H", *sorted(set(slots) - {"H"})):
+        for tensor in layout.tensors:
+            if slot in slots:
+                _update(digest, slots[slot][tensor.name])
+            else:
+                for count in _chunks(tensor.size):
+                    digest.update(np.ones(count, "<f4").data)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, tensor: Tensor) -> None:
+    flat = flat_view(tensor)
+    start = 0
+    for count in _chunks(len(flat)):
+        part = to_numpy(flat[start : start + count])
+        digest.update(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("<"), copy=False)).data)
+        start += count
+
+
+def _chunks(size: int) -> Iterator[int]:
+    return (min(_CHUNK, size - start) for start in range(0, size, _CHUNK))
+
+
+def _format(name: str, tensor: Tensor) -> NumberFormat:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    formats = {"uint16": NumberFormat.BFLOAT16} if isinstance(tensor, np.ndarray) else {}
+    formats |= {f.value: f for f in NumberFormat}
+    if dtype not in formats:
+        expected = "float32, bfloat16 or float16"
+        raise DirectionError(explain(f"tensor '{name}'", expected=expected, got=dtype, do="convert the model"))
+    return formats[dtype]
+
+
+def _describe(tensor: TensorSpec) -> str:
+    return f"'{tensor.name}' {list(tensor.shape)} {tensor.number_format}"

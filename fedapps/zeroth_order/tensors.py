@@ -1,0 +1,137 @@
+"""Torch tensors and NumPy arrays as flat windows of memory that the kernels take, without a copy.
+
+This module imports torch only when it is handed a torch tensor, so a server without torch can use NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedapps.errors import explain
+from fedapps.zeroth_order.errors import DirectionError
+
+if TYPE_CHECKING:
+    import torch
+
+Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
+"""Where parameters or state lie; bfloat16 in NumPy is `uint16`."""
+
+ALIGNMENT = 64
+"""Bytes; tensors start at multiples."""
+
+
+def device_of(tensor: Tensor) -> str:
+    """Tell where a tensor lies.
+
+    Args:
+        tensor: A NumPy array or a torch tensor.
+
+    Returns:
+        Type of the device, such as `cpu`.
+    """
+    return "cpu" if isinstance(tensor, np.ndarray) else str(tensor.device.type)
+
+
+def flat_view(tensor: Tensor, what: str = "parameters") -> Tensor:
+    """View a tensor as one dimension of the same memory.
+
+    Args:
+        tensor: A contiguous NumPy array, or torch tensor on the CPU or another device.
+        what: What it is, for the message.
+
+    Returns:
+        A NumPy array for anything on the CPU, else a torch tensor; (numel,).
+
+    Raises:
+        DirectionError: The elements do not lie end to end.
+    """
+    if isinstance(tensor, np.ndarray):
+        if not tensor.flags.c_contiguous:
+            raise _not_contiguous(what)
+        return tensor.reshape(-1)
+    if not tensor.is_contiguous():
+        raise _not_contiguous(what)
+    flat = tensor.detach().view(-1)
+    return _to_numpy(flat) if flat.device.type == "cpu" else flat
+
+
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
+    """Get a tensor's elements as a NumPy array, by a copy only if it lies elsewhere than on the CPU.
+
+    Args:
+        tensor: A NumPy array or torch tensor.
+
+    Returns:
+        The array; bfloat16 as `uint16`.
+    """
+    return tensor if isinstance(tensor, np.ndarray) else _to_numpy(tensor.detach().cpu())
+
+
+def like(array: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Give new flat elements the kind, dtype and device of a tensor.
+
+    Args:
+        array: Flat elements, as `flat_view` would give them, or a NumPy array.
+        tensor: The tensor that they should be like.
+        shape: Their shape.
+
+    Returns:
+        The same elements, (shape).
+    """
+    if isinstance(tensor, np.ndarray):
+        return array.reshape(shape)
+    import torch  # only with a torch tensor
+
+    if isinstance(array, np.ndarray):
+        bits = array.view(np.int16) if array.dtype == np.uint16 else array
+        array = torch.from_numpy(bits)
+    if array.dtype != tensor.dtype:
+        array = array.view(tensor.dtype)
+    return array.to(tensor.device).view(shape)
+
+
+def aligned_empty(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Allocate memory at a multiple of 64 bytes, as torch does.
+
+    Products of matrices may round differently, and are slower, at other addresses.
+
+    Args:
+        count: Number of elements.
+        dtype: Their type.
+
+    Returns:
+        Elements without defined values, (count,).
+    """
+    raw = np.empty(count * dtype.itemsize + ALIGNMENT, np.uint8)
+    return aligned(raw, count * dtype.itemsize).view(dtype)
+
+
+def aligned(raw: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """Cut the part of a buffer that starts at a multiple of 64 bytes.
+
+    Args:
+        raw: At least 64 bytes longer than needed.
+        size: Bytes needed.
+
+    Returns:
+        A view, (size,).
+    """
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size]
+
+
+def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    import torch
+
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def _not_contiguous(what: str) -> DirectionError:
+    return DirectionError(
+        explain(what, expected="elements end to end in memory", got="strides", do="call contiguous() on it first")
+    )

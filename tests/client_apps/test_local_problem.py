@@ -1,0 +1,239 @@
+"""The local problem with a pull, for convex tasks and for torch models, against formulas worked out here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from fedapps.client_apps.local_problem import LocalProblem, Pull, local_problem
+from fedapps.client_apps.work import ClientWork, Node
+from fedapps.curvature.newton import Objective
+from fedapps.errors import TaskError
+from fedapps.methods import resolve_settings
+from fedapps.personal_settings import pulled_step
+from fedapps.personalization.pfedme import PFedMeConfig
+from fedapps.personalization.quadratic import Quadratic
+from fedapps.tasks import Data, TaskConfig
+from fedapps.tasks.base import ClientData, Task
+from fedapps.tasks.convex_task import ConvexTask
+from fedapps.tasks.torch_task import TorchTask
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(12, 3))
+Y = X @ np.array([1.0, -1.0, 2.0]) + 0.1 * RANDOM.normal(size=12)
+A, B = X.T @ X / 12, X.T @ Y / 12
+
+
+class Point(ConvexTask):
+    """f(x) = (x - 3)^2 / 2, whatever the data."""
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(np.ones((4, 1)), np.ones(4))
+        return data, data
+
+    def objective(self, data: Data) -> Objective:
+        return Quadratic(np.eye(1), np.array([3.0]))
+
+
+class PointModule(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (self.weights - 3) ** 2
+
+
+class TorchPoint(TorchTask):
+    """The same as a torch module."""
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(np.ones((4, 1)), np.ones(4))
+        return data, data
+
+    def build_model(self) -> torch.nn.Module:
+        return PointModule()
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.mean()
+
+
+class Lines(TorchTask):
+    """Linear regression without a bias, loss |Xv - y|^2 / (2n), in float64; tensor ``0.weight`` (1, 3)."""
+
+    model: ClassVar[Any] = lambda self: torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False)).double()
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(X, Y)
+        return data, data
+
+    def build_model(self) -> torch.nn.Module:
+        return self.model()
+
+    def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(data.inputs), torch.tensor(data.targets)
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (outputs[:, 0] - targets).square().mean()
+
+
+def work_of(task: Task, arrays: dict[str, np.ndarray], data: Data | None = None, **settings: Any) -> ClientWork:
+    run_config = {"method": "fedclup", "batch-size": 0, **{k.replace("_", "-"): v for k, v in settings.items()}}
+    data = data or task.load()[0]
+    return ClientWork(
+        settings=resolve_settings(run_config, str(task.kind)), task=task, node=Node(0, 1, None),
+        data=ClientData(data, data.take([]), data.take([])), arrays=arrays, server_round=1, lr=0.1, last_folded=0,
+        experiment="test", run_dir="",
+    )  # fmt: skip
+
+
+POINTS = [Point, TorchPoint]
+
+
+def point(cls: type[Task], start: float, **settings: Any) -> tuple[LocalProblem, dict[str, np.ndarray]]:
+    arrays = {"weights": np.array([start])}
+    arrays["weights"].flags.writeable = False  # As a received message's.
+    return local_problem(work_of(cls(TaskConfig()), arrays, **settings), arrays), arrays
+
+
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+def test_the_minimiser_is_between_the_own_optimum_and_the_anchor(cls: type[Task]) -> None:
+    """A20: f = (x - 3)^2/2, anchor 1, lambda 2: (3 + 2)/(1 + 2) = 5/3; the anchor stays bitwise what it was."""
+    problem, arrays = point(cls, 1.0, local_steps=60)
+    before = arrays["weights"].tobytes()
+    trained = problem.descend(arrays, Pull(arrays, 2.0), 0.2)
+    assert trained.arrays["weights"] == pytest.approx([5 / 3], rel=1e-12)
+    assert arrays["weights"].tobytes() == before
+
+
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+def test_the_first_step_from_the_anchor_is_a_plain_one(cls: type[Task]) -> None:
+    """A20: from x = w the pull has gradient 0: 1 - 0.2 (1 - 3) = 1.4."""
+    problem, arrays = point(cls, 1.0, local_steps=1)
+    for lam in (0.0, 2.0):
+        assert problem.descend(arrays, Pull(arrays, lam), 0.2).arrays["weights"] == pytest.approx([1.4], rel=1e-14)
+
+
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+def test_a_warm_start_is_pulled_to_the_anchor_not_to_itself(cls: type[Task]) -> None:
+    """From 2 with anchor 0 and lambda 2: 2 - 0.1 ((2 - 3) + 2 * 2) = 1.7."""
+    problem, _ = point(cls, 1.0, local_steps=1)
+    start, anchor = {"weights": np.array([2.0])}, {"weights": np.array([0.0])}
+    assert problem.descend(start, Pull(anchor, 2.0), 0.1).arrays["weights"] == pytest.approx([1.7], rel=1e-14)
+
+
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+def test_pfedme_moves_the_copy_after_each_batch(cls: type[Task]) -> None:
+    """A21: two batches, K = 1, lambda 2, eta 0.25 (rate 1/2), inner step 0.1, from w = 1, theta = 2.
+
+    theta = 2 - 0.1 (-1 + 2) = 1.9, copy = (1 + 1.9)/2 = 1.45; theta = 1.9 - 0.1 (-1.1 + 0.9) = 1.92, copy = 1.685.
+    """
+    problem, received = point(cls, 1.0, local_steps=2)
+    config = PFedMeConfig(lam=2.0, eta=0.25, personal_lr=0.1, num_inner_steps=1)
+    local, theta = problem.move_with_copy(received, {"weights": np.array([2.0])}, config)
+    assert theta.arrays["weights"] == pytest.approx([1.92], rel=1e-12)
+    assert local.arrays["weights"] == pytest.approx([1.685], rel=1e-12)
+
+
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+def test_the_greatest_curvature_is_that_of_the_loss_without_the_pull(cls: type[Task]) -> None:
+    problem, arrays = point(cls, 1.0)
+    assert problem.largest_curvature(arrays, ("weights",)) == pytest.approx(1.0, rel=1e-9)
+
+
+def test_torchs_curvature_approaches_the_greatest_eigenvalue() -> None:
+    task = Lines(TaskConfig())
+    arrays = {"0.weight": np.zeros((1, 3))}
+    estimate = local_problem(work_of(task, arrays), arrays).largest_curvature(arrays, ("0.weight",))
+    assert estimate == pytest.approx(np.linalg.eigvalsh(A)[-1], rel=0.02)
+
+
+def test_a_fit_to_halves_measures_distance_noise_and_variance() -> None:
+    """Enough full-batch steps solve every problem: q = |v_1 - v_2|^2 / 4, s2 d / n = (v_1 - v_2)' A (v_1 - v_2) / 4.
+
+    For two halves (K - 1)/K sum |v_k - mean|^2 = 1/2 * 2 * |v_1 - v_2|^2 / 4.
+    """
+    task = Lines(TaskConfig())
+    arrays = {"0.weight": np.zeros((1, 3))}
+    problem = local_problem(work_of(task, arrays, local_steps=3000), arrays)
+    trained, fit = problem.fit(arrays, Pull(arrays, 0.01), 0.3)
+    ridge = 0.01 * np.eye(3)
+    v = np.linalg.solve(A + ridge, B)
+    halves = [np.linalg.solve(X[k::2].T @ X[k::2] / 6 + ridge, X[k::2].T @ Y[k::2] / 6) for k in (0, 1)]
+    np.testing.assert_allclose(trained.arrays["0.weight"][0], v, rtol=1e-6)
+    gap = halves[0] - halves[1]
+    assert fit.distance2 == pytest.approx(v @ v, rel=1e-6)
+    assert fit.noise == pytest.approx(gap @ gap / 4, rel=1e-6)
+    assert fit.variance == pytest.approx(12 / 3 * gap @ A @ gap / 4, rel=1e-6)
+    assert fit.num_examples == 12
+
+
+def test_a_client_of_one_example_can_be_fitted() -> None:
+    task = Lines(TaskConfig())
+    arrays = {"0.weight": np.zeros((1, 3))}
+    work = work_of(task, arrays, Data(X[:1], Y[:1]), local_steps=5)
+    _, fit = local_problem(work, arrays).fit(arrays, Pull(arrays, 0.01), 0.1)
+    assert fit.num_examples == 1
+    assert fit.noise == pytest.approx(fit.distance2 / 4, rel=1e-12)
+
+
+def test_what_is_not_personal_takes_plain_steps_of_the_learning_rate() -> None:
+    """Personal bias with step 0.2 and lambda 3 from 1 to anchor 0; shared weight with the work's lr = 0.1 and no pull."""
+
+    class WithBias(Lines):
+        model: ClassVar[Any] = lambda self: torch.nn.Sequential(torch.nn.Linear(3, 1)).double()
+
+    task = WithBias(TaskConfig())
+    start = {"0.weight": np.full((1, 3), 0.5), "0.bias": np.ones(1)}
+    problem = local_problem(work_of(task, start, local_steps=1), start)
+    trained = problem.descend(start, Pull({"0.bias": np.zeros(1)}, 3.0), 0.2)
+    residuals = X @ np.full(3, 0.5) + 1 - Y
+    np.testing.assert_allclose(trained.arrays["0.weight"][0], 0.5 - 0.1 * X.T @ residuals / 12, rtol=1e-12)
+    np.testing.assert_allclose(trained.arrays["0.bias"], 1 - 0.2 * (residuals.mean() + 3.0), rtol=1e-12)
+
+
+def test_a_model_without_second_derivatives_is_named_with_the_way_out() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():  # As it is when a graph of the backward pass is asked for.
+                raise RuntimeError("no second derivative")
+            return g.clone()
+
+    class OnceModule(PointModule):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return Once.apply(super().forward(inputs))
+
+    class OnceTask(TorchPoint):
+        def build_model(self) -> torch.nn.Module:
+            return OnceModule()
+
+        def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return (outputs**2).mean()
+
+    arrays = {"weights": np.ones(1)}
+    problem = local_problem(work_of(OnceTask(TaskConfig()), arrays), arrays)
+    with pytest.raises(TaskError, match=r"client 0, curvature of the loss: .*fedclup\.gamma-rule=average"):
+        problem.largest_curvature(arrays, ("weights",))
+
+
+def test_the_pulled_step_is_the_theorys_for_every_pull() -> None:
+    for lam in (0.0, 0.1, 10.0):
+        assert pulled_step(1 / 4, lam) == pytest.approx(1 / (4 + lam), rel=1e-15)
+    assert pulled_step(0.25, 3.0, 0.7) == 0.7
+
+
+def test_batches_of_a_subset_come_from_it_alone_as_many_as_of_the_whole() -> None:
+    task = Lines(TaskConfig())
+    work = work_of(task, {}, batch_size=5, local_epochs=2)
+    whole, part = list(work.batches()), list(work.batches(np.array([1, 3, 5, 7])))
+    assert len(whole) == len(part) == 6
+    assert set(np.concatenate(part)) == {1, 3, 5, 7}
+    assert set(np.concatenate(whole[:3])) == set(range(12))

@@ -1,0 +1,218 @@
+"""Second-order clients in whole runs: every option, the same bits everywhere, what travels, and what stays in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedapps.errors import SettingsError
+from fedapps.methods import resolve_settings
+from fedapps.records import pack_arrays
+from fedapps.simulation.inprocess import InProcessGrid
+from fedapps.strategies import FedPM, RoundOptions
+
+from ..simulation import runs
+
+short_run, assert_same_model = runs.short_run, runs.assert_same_model
+
+pytestmark = pytest.mark.usefixtures("own_module")
+
+DOCS = Path(__file__).parents[2] / "docs" / "methods" / "fedpm.md"
+LAYERED = {"method": "fedpm", "task": "fedapps_layers:Layered", "local-epochs": 3, "batch-size": 2, "lr": 0.01}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "the paper": {"fedpm.estimate": "last-batch", "fedpm.refresh": 1},
+    "defaults": {},
+    "full pass": {"fedpm.estimate": "full-pass"},
+    "refresh, sample and cut": {"fedpm.refresh": 2, "fedpm.max-rows": 5, "fedpm.max-width": 7},
+    "all at once": {
+        "fedpm.refresh": 2,
+        "fedpm.max-rows": 5,
+        "fedpm.max-width": 7,
+        "fedpm.wire": "bfloat16",
+        "fedpm.factor-min-rows": 2,
+    },
+    "localnewton": {"method": "localnewton", "localnewton.refresh": 3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_gives_the_same_bits_again_and_after_a_resume(tmp_path: Path, name: str) -> None:
+    """Those that draw or code something also in other processes."""
+    config = {**LAYERED, **OPTIONS[name]}
+    first = short_run(tmp_path / "first", config)
+    if name in ("full pass", "all at once"):
+        assert_same_model(first.model, short_run(tmp_path / "workers", config, workers=2).model)
+    short_run(tmp_path / "halves", {**config, "num-server-rounds": 1})
+    halves = short_run(tmp_path / "halves", {**config, "resume": True})
+    assert_same_model(first.model, halves.model)
+    assert first.rows("train")[-1]["folded"] == [0, 1, 2]
+    assert all(np.isfinite(value).all() for value in first.model.values())
+
+
+def test_every_option_is_another_run(tmp_path: Path) -> None:
+    """An option that reached nobody would leave the model as it is."""
+    alone = [
+        {"refresh": 3}, {"refresh": 3, "decay": 0.1}, {"refresh": 3, "estimate": "last-batch"}, {"max-rows": 5},
+        {"max-width": 7}, {"damping": 0.2}, {"wire": "bfloat16"}, {"estimate": "full-pass"}, {"factor-min-rows": 2},
+    ]  # fmt: skip
+    configs = [{}, *({f"fedpm.{key}": value for key, value in options.items()} for options in alone)]
+    bits = set()
+    for i, options in enumerate(configs):
+        run = short_run(tmp_path / str(i), {**LAYERED, **options, "num-server-rounds": 1})
+        bits.add(b"".join(value.tobytes() for value in run.model.values()))
+    assert len(bits) == len(configs)
+
+
+def test_bytes_are_those_of_the_forms(tmp_path: Path) -> None:
+    """One client of two examples. Widths 5 (2 rows), two groups of 18 (32 rows), 17 (8 rows), 13 (2 rows).
+
+    Triangles have 15, 2 * 171, 153 and 91 numbers. With at least 2 rows the factors have 2 rows of 5 and 13, 8 of 17, and a
+    damping each: 9 + 1, 108 + 1 and 25 + 1; the grouped layer has more rows than its width.
+    """
+    config = {**LAYERED, "task-options": 'sizes = "2"', "fedpm.estimate": "last-batch"}
+
+    def measured(name: str, **options: Any) -> int:
+        run = short_run(tmp_path / name, {**config, **{f"fedpm.{k}": v for k, v in options.items()}}, 1)
+        rows = [row for row in run.folder.read_ledger() if row["kind"] == "train" and row["direction"] == "up"]
+        return int(rows[0]["payload"]["curvature"])
+
+    triangles, factors = 15 + 2 * 171 + 153 + 91, 10 + 2 * 171 + 109 + 26
+    assert measured("float32") == 4 * triangles
+    assert measured("bfloat16", wire="bfloat16") == 2 * triangles
+    assert measured("factor", **{"factor-min-rows": 2}) == 4 * factors
+    assert measured("more rows asked for", **{"factor-min-rows": 9}) == 4 * triangles
+    assert measured("cut", **{"max-width": 9}) == 4 * (15 + 2 * (45 + 45) + (36 + 45) + (21 + 28))
+
+
+def test_the_run_folder_says_what_was_preconditioned(tmp_path: Path) -> None:
+    run = short_run(tmp_path / "run", LAYERED)
+    first, second = run.rows("train")
+    assert first["preconditioned"] == ["0.weight", "0.bias", "2.weight", "5.weight", "5.bias", "7.weight", "7.bias"]
+    assert first["averaged"] == ["3.weight", "3.bias"]
+    assert "averaged" not in second
+    assert "averaged" not in short_run(tmp_path / "fedavg", {"method": "fedavg"}).rows("train")[0]
+
+
+def test_tied_weights_travel_once_and_a_layer_used_twice_has_a_block(tmp_path: Path) -> None:
+    """A30."""
+    run = short_run(tmp_path / "run", {"method": "fedpm", "task": "fedapps_layers:Tied"})
+    assert list(run.model) == [
+        "first.weight", "first.bias", "second.bias", "twice.weight", "twice.bias", "head.weight", "head.bias",
+    ]  # fmt: skip
+    row = run.rows("train")[0]
+    assert row["averaged"] == ["first.weight", "first.bias", "second.bias"]
+    assert row["folded"] == [0, 1, 2]
+    ups = [row for row in run.folder.read_ledger() if row["kind"] == "train" and row["direction"] == "up"]
+    assert ups[0]["payload"]["arrays"] == 4 * (16 + 4 + 4)
+
+
+@pytest.mark.parametrize("damping", [0.1, 0.0])
+def test_a_layer_that_some_clients_do_not_use_refuses_nobody(tmp_path: Path, damping: float) -> None:
+    """Client 0 uses one layer, the clients 1 and 2 the other; each layer ends where its users lead it."""
+    config = {
+        "method": "fedpm", "task": "fedapps_layers:Branches", "fedpm.damping": damping,
+        "task-options": "shift = 100.0", "batch-size": 6, "num-server-rounds": 1,
+    }  # fmt: skip
+    run = short_run(tmp_path / "run", config)
+    row = run.rows("train")[0]
+    assert row["folded"] == [0, 1, 2]
+    assert [note.split(",")[0] for note in row["notes"] if "no input" in note] == [
+        "layer 'near': no input on clients 1", "layer 'far': no input on client 0",
+    ]  # fmt: skip
+    before = short_run(tmp_path / "none", {**config, "lr": 1e-12}).model
+    assert all(np.abs(run.model[name] - before[name]).max() > 1e-4 for name in before)
+
+
+def resident_mb() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read the resident memory from")
+def test_memory_does_not_grow_over_rounds(tmp_path: Path) -> None:
+    """A23 in small: 12 clients, 3 a round, 0.27 million parameters and 1.1 MB of curvature a client."""
+    config = {
+        "method": "fedpm", "task": "fedapps_layers:Wide", "task-options": f'sizes = "{",".join(["4"] * 12)}"',
+        "fraction-train": 0.25, "local-steps": 1, "evaluate-every": 0,
+    }  # fmt: skip
+    short_run(tmp_path / "run", {**config, "num-server-rounds": 4}, 12)
+    early = resident_mb()
+    short_run(tmp_path / "run", {**config, "num-server-rounds": 16, "resume": True}, 12)
+    assert resident_mb() - early < 25
+
+
+def test_a_factor_of_a_single_row_cannot_be_asked_for() -> None:
+    with pytest.raises(SettingsError, match=r"'fedpm.factor-min-rows': expected 0 \(off\) or at least 2, got 1"):
+        resolve_settings({"fedpm.factor-min-rows": 1})
+
+
+def test_the_wire_format_holds_for_convex_models_too(tmp_path: Path) -> None:
+    """A full Hessian in bfloat16: half of half the bytes of float64, and still a step towards the optimum."""
+    data = Path(__file__).parents[1] / "data"
+    config = {
+        "method": "fedpm", "task": "a9a", "data-dir": str(data), "partition": "iid", "partition-column": "",
+        "num-server-rounds": 3, "local-steps": 1, "batch-size": 0, "lr": 1.0, "task-options": "regularisation = 1e-3",
+    }  # fmt: skip
+    models, sizes = [], []
+    for wire in ("float32", "bfloat16"):
+        run = short_run(tmp_path / wire, {**config, "fedpm.wire": wire}, 4)
+        ups = [row for row in run.folder.read_ledger() if row["kind"] == "train" and row["direction"] == "up"]
+        sizes.append(ups[0]["payload"]["curvature"])
+        models.append(run.model["weights"])
+    assert sizes[0] == 4 * sizes[1]
+    distance = np.linalg.norm(models[1] - models[0]) / np.linalg.norm(models[0])
+    assert 0 < distance < 0.1
+
+
+# The documented snippet -----------------------------------------------------------------------------------
+
+
+def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code block as it stands, driven by Flower's own ``start``; at most five of its lines are marked as added."""
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert code is not None
+    assert 1 <= sum("# added" in line for line in code[1].splitlines()) <= 5
+    (tmp_path / "shop_client.py").write_text(code[1])
+    (tmp_path / "shop.py").write_text(
+        "import torch\n"
+        "def build_model():\n"
+        "    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))\n"
+        "def load_batches(partition):\n"
+        "    g = torch.Generator().manual_seed(partition)\n"
+        "    x = torch.randn(24, 4, generator=g)\n"
+        "    return list(zip(x.split(8), (x.sum(1) > 0).long().split(8), strict=True))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import shop  # type: ignore[import-not-found]
+
+    model = shop.build_model()
+    initial = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    grid = InProcessGrid(3, {}, client_app="shop_client:app")
+    strategy = FedPM(options=RoundOptions(evaluate_clients=False, num_clients=3))
+    result = strategy.start(grid=grid, initial_arrays=pack_arrays(initial), num_rounds=3)
+    losses = [float(metrics["train-loss"]) for metrics in result.train_metrics_clientapp.values()]
+    assert strategy.report.folded == strategy.report.sampled
+    assert len(strategy.report.folded) == 3
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_functional_form_needs_no_flower() -> None:
+    code = (
+        "import sys, torch\n"
+        "from fedapps.curvature import FoofPreconditioner, covariance, precondition\n"
+        "precondition(torch.ones(2, 3), covariance(torch.randn(9, 3)) + 0.1 * torch.eye(3), where='mine')\n"
+        "sys.exit('flwr' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,73 @@
+"""The training loop of torch clients: the task's random changes of training batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedapps.client_apps.torch_training import losses_of, prepare_model
+from fedapps.client_apps.work import ClientWork, Node
+from fedapps.methods import resolve_settings
+from fedapps.tasks.base import ClientData, Data, TaskConfig
+from fedapps.tasks.torch_task import TorchTask
+
+
+class Noisy(TorchTask):
+    """Adds noise to training examples, and notes what the loss got."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config)
+        self.seen: list[np.ndarray] = []
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(np.zeros((5, 3), np.float32), np.arange(5) % 2)
+        return data, data.take(np.arange(2))
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5))
+
+    def augment(self, batch: Data, random: np.random.Generator) -> Data:
+        return Data(np.asarray(batch.inputs) + random.random((len(batch), 3)), batch.targets)
+
+    def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append(np.asarray(data.inputs))
+        return super().tensors(data, device)
+
+
+def batches_seen(seed: int = 0, server_round: int = 1, partition: int = 0) -> list[np.ndarray]:
+    """What three epochs of two batches were trained on."""
+    task = Noisy(TaskConfig())
+    config: dict[str, Any] = {"method": "fedavg", "seed": seed, "batch-size": 3, "local-epochs": 3}
+    data = task.load()[0]
+    work = ClientWork(
+        settings=resolve_settings(config, "torch"), task=task, node=Node(partition, 4, None),
+        data=ClientData(data, data.take([]), data.take([])), arrays=task.initial_arrays(0), server_round=server_round,
+        lr=0.1, last_folded=0, experiment="", run_dir="",
+    )  # fmt: skip
+    losses_of(work, task, prepare_model(work, task), lambda: None)
+    return task.seen
+
+
+def test_every_batch_is_changed_anew() -> None:
+    seen = batches_seen()
+    assert [len(batch) for batch in seen] == [3, 2] * 3
+    rows = np.concatenate(seen)
+    assert (rows > 0).all()
+    assert len(np.unique(rows)) == rows.size
+
+
+def test_changes_depend_on_seed_round_and_partition_and_on_no_global_generator() -> None:
+    first = np.concatenate(batches_seen())
+    np.random.seed(3)  # noqa: NPY002 - the global state is what must not matter
+    torch.manual_seed(3)
+    assert np.array_equal(np.concatenate(batches_seen()), first)
+    for other in (batches_seen(seed=1), batches_seen(server_round=2), batches_seen(partition=1)):
+        assert not np.isin(np.concatenate(other), first).any()
+
+
+def test_evaluation_changes_nothing() -> None:
+    task = Noisy(TaskConfig())
+    task.evaluate(task.initial_arrays(0), task.load()[0])
+    assert all((batch == 0).all() for batch in task.seen)

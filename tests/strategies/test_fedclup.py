@@ -1,0 +1,254 @@
+"""FedCLUP's server without clients: the step, who counts, what starts anew, what a checkpoint holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+import fedapps
+from fedapps.errors import RosterError, SettingsError
+from fedapps.personalization.choose_lambda import ChoiceConfig
+from fedapps.personalization.fedclup import Stale
+from fedapps.records import pack_arrays
+from fedapps.strategies import FedCLUP, RoundOptions
+from fedapps.strategies.fedclup import MOST_FIT_ROUNDS, FedClupOptions
+from fedapps.strategies.fedclup_plan import RoundPlan
+from fedapps.strategies.roster import NodeFacts
+
+SIZES = [10, 30, 60]
+MODEL = {"w": np.array([1.0, -2.0]), "shared": np.array([0.5]), "counter": np.array(0)}
+OWN = FedClupOptions(lam=0.5, gamma=1.2, patterns=("w",))
+
+
+def strategy_of(own: FedClupOptions = OWN, sizes: list[int] = SIZES, **options: Any) -> FedCLUP:
+    strategy = FedCLUP(options=RoundOptions(**options), own=own)
+    strategy.roster.num_partitions = len(sizes)
+    strategy.roster.facts = {
+        i: NodeFacts(i, len(sizes), n, fedapps.__version__, "fedclup", "cpu", ()) for i, n in enumerate(sizes)
+    }
+    return strategy
+
+
+def reply_of(change: Any, *, shared: float = 0.0, num_examples: int = 1, **metrics: float) -> RecordDict:
+    named = {name.replace("_", "-"): value for name, value in metrics.items()}
+    return RecordDict(
+        {
+            "arrays": pack_arrays({"w": np.asarray(change, np.float64), "shared": np.array([shared])}),
+            "buffers": pack_arrays({"counter": np.array(num_examples)}),
+            "metrics": MetricRecord({"num-examples": num_examples, **named}),
+        }
+    )
+
+
+def one_round(
+    strategy: FedCLUP, replies: dict[int, RecordDict], model: dict[str, np.ndarray] | None = None, number: int = 1
+) -> dict[str, np.ndarray]:
+    strategy.begin_round(number, MODEL if model is None else model, list(replies))
+    for partition, reply in replies.items():
+        strategy.receive(partition, reply)
+    new = strategy.end_round()
+    assert new is not None
+    return new
+
+
+def plan_of(strategy: FedCLUP, partition: int) -> RoundPlan:
+    return RoundPlan.from_entries(dict(strategy._client_config(1, partition, ConfigRecord())))
+
+
+def test_the_step_is_gamma_lambda_times_the_sum_over_all_clients() -> None:
+    """Two of three clients: w - 1.2 * 0.5 * (0.1 d_0 + 0.6 d_2); the third counts as 0, and weights stay over all three.
+
+    What is shared is the mean over the two, weights 1/7 and 6/7; the counter takes the maximum.
+    """
+    d = np.array([[1.0, 2.0], [-3.0, 0.5]])
+    replies = {0: reply_of(d[0], shared=7.0, num_examples=10), 2: reply_of(d[1], shared=14.0, num_examples=60)}
+    new = one_round(strategy_of(), replies)
+    np.testing.assert_allclose(new["w"], MODEL["w"] - 0.6 * (0.1 * d[0] + 0.6 * d[1]), rtol=1e-14)
+    assert new["shared"] == pytest.approx([13.0], rel=1e-14)
+    assert int(new["counter"]) == 60
+    assert list(new) == list(MODEL)
+
+
+def test_the_sum_is_kept_over_rounds_and_changes_by_what_clients_send() -> None:
+    strategy = strategy_of()
+    new = one_round(strategy, {0: reply_of([1.0, 0.0])})
+    again = one_round(strategy, {1: reply_of([0.0, 1.0])}, new, 2)
+    np.testing.assert_allclose(again["w"], new["w"] - 0.6 * np.array([0.1, 0.3]), rtol=1e-14)
+    last = one_round(strategy, {0: reply_of([-1.0, 0.0])}, again, 3)  # Client 0 is now where the model is.
+    np.testing.assert_allclose(last["w"], again["w"] - 0.6 * np.array([0.0, 0.3]), rtol=1e-14)
+
+
+def test_replies_only_are_scaled_to_one_and_forgotten() -> None:
+    strategy = strategy_of(dataclasses.replace(OWN, stale=Stale.REPLIES))
+    new = one_round(strategy, {0: reply_of([1.0, 0.0]), 1: reply_of([0.0, 1.0])})
+    np.testing.assert_allclose(new["w"], MODEL["w"] - 0.6 * np.array([0.25, 0.75]), rtol=1e-14)
+    again = one_round(strategy, {1: reply_of([0.0, 1.0])}, new, 2)
+    np.testing.assert_allclose(again["w"], new["w"] - 0.6 * np.array([0.0, 1.0]), rtol=1e-14)
+
+
+def test_uniform_weights_ask_for_no_numbers_of_examples() -> None:
+    new = one_round(strategy_of(weighting="uniform"), {2: reply_of([3.0, 0.0], num_examples=5)})
+    np.testing.assert_allclose(new["w"], MODEL["w"] - 0.6 * np.array([1.0, 0.0]), rtol=1e-14)
+
+
+def test_a_node_that_answers_no_query_is_named() -> None:
+    strategy = strategy_of()
+    del strategy.roster.facts[2]
+    with pytest.raises(RosterError, match="no answer from client 2"):
+        one_round(strategy, {2: reply_of([0.0, 0.0])})
+
+
+def test_a_lost_store_voids_the_sum_and_opens_a_new_generation() -> None:
+    """The round's changes count for nothing, before and after the lost one in the order of partitions."""
+    strategy = strategy_of()
+    new = one_round(strategy, {i: reply_of([1.0, 1.0]) for i in range(3)})
+    assert plan_of(strategy, 0).generation == 0
+    lost = {0: reply_of([5.0, 5.0]), 1: reply_of([9.0, 9.0], store_lost=1.0), 2: reply_of([7.0, 7.0], shared=3.0)}
+    same = one_round(strategy, lost, new, 2)
+    assert same["w"].tobytes() == new["w"].tobytes()
+    assert strategy.report.folded == [0, 1, 2]
+    assert strategy.report.notes[0].startswith("client 1 has lost what it kept since round 1")
+    assert plan_of(strategy, 0).generation == 1
+    after = one_round(strategy, {2: reply_of([1.0, 0.0])}, same, 3)
+    np.testing.assert_allclose(after["w"], same["w"] - 0.6 * 0.6 * np.array([1.0, 0.0]), rtol=1e-14)
+
+
+def test_after_a_lost_store_the_models_of_all_are_heard_of_anew() -> None:
+    """Of models, client 2's 0.6 alone counts: w - 0.6 (0.6 w - 0.6 w_2)."""
+    strategy = strategy_of(dataclasses.replace(OWN, stale=Stale.REUSE_MODELS))
+    new = one_round(strategy, {i: reply_of([1.0, 1.0]) for i in range(3)})
+    same = one_round(strategy, {1: reply_of([9.0, 9.0], store_lost=1.0)}, new, 2)
+    after = one_round(strategy, {2: reply_of([4.0, 5.0])}, same, 3)
+    np.testing.assert_allclose(after["w"], same["w"] - 0.36 * (same["w"] - np.array([4.0, 5.0])), rtol=1e-14)
+
+
+def test_a_client_that_lost_its_store_before_it_counted_voids_nothing() -> None:
+    strategy = strategy_of()
+    new = one_round(strategy, {0: reply_of([1.0, 0.0]), 1: reply_of([0.0, 1.0], store_lost=1.0)})
+    np.testing.assert_allclose(new["w"], MODEL["w"] - 0.6 * np.array([0.1, 0.3]), rtol=1e-14)
+    assert plan_of(strategy, 0).generation == 0
+
+
+@pytest.mark.parametrize("stale", list(Stale))
+def test_a_round_below_the_quorum_changes_no_sum_and_makes_nobody_heard_of(stale: Stale) -> None:
+    strategy, other = (strategy_of(dataclasses.replace(OWN, stale=stale), min_replies=2) for _ in range(2))
+    for s in (strategy, other):
+        new = one_round(s, {i: reply_of([1.0, 2.0]) for i in (1, 2)})
+    strategy.begin_round(2, new, [0, 1])
+    strategy.receive(0, reply_of([4.0, 4.0]))
+    assert strategy.end_round() is None
+    replies = {0: reply_of([0.5, 0.0]), 2: reply_of([0.0, 0.5])}
+    assert one_round(strategy, replies, new, 3)["w"].tobytes() == one_round(other, replies, new, 3)["w"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("own", "sampled", "expected"),
+    [
+        (FedClupOptions(lam=0.5), [0, 1, 2], 1 / 0.5 + 1 / 4.0),
+        (FedClupOptions(lam=0.5), [1], (1 / 0.5 + 1 / 4.0) / 3),
+        (FedClupOptions(lam=0.5, stale=Stale.REPLIES), [1], 1 / 0.5 + 1 / 4.0),
+        (FedClupOptions(lam=0.5, stale=Stale.REUSE_MODELS), [1], 1 / 0.5),
+        (FedClupOptions(lam=0.5, gamma_rule="average"), [0, 1], 1 / 0.5),
+        (FedClupOptions(lam=0.5, gamma=0.7), [0, 1], 0.7),
+    ],
+    ids=["theory", "a third of the clients", "replies", "reuse-models", "average", "given"],
+)
+def test_gamma_follows_its_rule_with_the_greatest_curvature(
+    own: FedClupOptions, sampled: list[int], expected: float
+) -> None:
+    """Curvatures 1 and 4 of clients 0 and 1; a client reports its own once."""
+    strategy = strategy_of(dataclasses.replace(own, patterns=("w",)))
+    asks = own.gamma_rule == "theory"
+    assert plan_of(strategy, 1).curvature is asks
+    curvature = {0: 1.0, 1: 4.0, 2: 2.0}
+    replies = {i: reply_of([0.1, 0.1], **({"largest_curvature": curvature[i]} if asks else {})) for i in sampled}
+    one_round(strategy, replies)
+    assert strategy.report.values["gamma"] == pytest.approx(expected, rel=1e-14)
+    assert not plan_of(strategy, 1).curvature
+    assert plan_of(strategy, 2).curvature is (asks and 2 not in sampled)
+
+
+def test_a_gamma_that_reuse_of_models_cannot_bear_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"gamma with stale = reuse-models: expected at most 1/lambda = 2"):
+        FedClupOptions(lam=0.5, gamma=2.1, stale=Stale.REUSE_MODELS)
+    with pytest.raises(SettingsError, match="above 0"):
+        FedClupOptions(lam=0.0)
+
+
+def fit_of(difference: Any, noise: float = 0.01) -> RecordDict:
+    d = np.asarray(difference, np.float64)
+    return reply_of(d, num_examples=20, fit_distance2=float(d @ d), fit_noise=noise, fit_variance=0.2)
+
+
+def test_lambda_is_chosen_from_the_fits_and_the_model_moves_to_their_mean() -> None:
+    """Fits at w - d with d = (1, 0), (-1, 0), (0, 1), equal weights: spread 3/2 (1 - |mean|^2) with mean (0, 1/3).
+
+    R^2 = 3/2 * 8/9 - 0.01, lambda = s2 d / (n R^2) = 0.2 * 2 / (20 R^2).
+    """
+    own = dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3, upper=10.0))
+    strategy = strategy_of(own, [20, 20, 20], fraction_train=0.34)
+    assert strategy.sample(1) == [0, 1, 2]
+    assert plan_of(strategy, 0) == RoundPlan(1e-3, 0, fitting=True, curvature=True)
+    new = one_round(strategy, {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])})
+    np.testing.assert_allclose(new["w"], MODEL["w"] - np.array([0.0, 1 / 3]), rtol=1e-14)
+    R2 = 1.5 * 8 / 9 - 0.01
+    assert strategy.lam == pytest.approx(0.2 * 2 / (20 * R2), rel=1e-12)
+    assert not strategy.choosing
+    assert "by the rule" in strategy.report.notes[0]
+    assert len(strategy.sample(2)) == 1
+    # The fits are not in the sum that follows.
+    again = one_round(strategy, {0: reply_of([3.0, 0.0])}, new, 2)
+    np.testing.assert_allclose(again["w"], new["w"] - 1.2 * strategy.lam * np.array([1.0, 0.0]), rtol=1e-14)
+
+
+def test_an_undecided_choice_is_repeated_and_ends_with_the_fixed_lambda() -> None:
+    """All fits equally far from the model, in nearly the same place: their distances say nothing about each other."""
+    own = dataclasses.replace(OWN, lam=0.5, choice=ChoiceConfig())
+    strategy = strategy_of(own, [20, 20, 20])
+    model = MODEL
+    for number in range(1, MOST_FIT_ROUNDS + 1):
+        assert strategy.choosing
+        far = {i: fit_of(np.array([100.0, 0.1 * i])) for i in range(3)}
+        model = one_round(strategy, far, model, number)
+    assert not strategy.choosing
+    assert strategy.lam == 0.5
+    assert "not decided after 3 rounds" in strategy.report.notes[-1]
+
+
+def test_a_fit_without_its_scalars_is_refused() -> None:
+    strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig()), [20, 20, 20])
+    one_round(strategy, {0: fit_of((1, 0)), 1: reply_of([1.0, 0.0]), 2: fit_of((0, 1))})
+    assert "expected the scalars of a local fit, got none called fit-distance2" in strategy.report.refused[1]
+
+
+@pytest.mark.parametrize(
+    "own", [OWN, dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3))], ids=["fixed", "chosen"]
+)
+def test_a_restored_strategy_goes_on_with_the_same_bits(own: FedClupOptions) -> None:
+    straight = strategy_of(own)
+    first = {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])}
+    new = one_round(straight, first)
+    new = one_round(straight, {1: reply_of([0.3, 0.1])}, new, 2)
+    new = one_round(straight, {1: reply_of([0.3, 0.1], store_lost=1.0)}, new, 3)
+    new = one_round(straight, {2: reply_of([0.3, 0.1])}, new, 4)
+    restored = strategy_of(own)
+    restored.load_state(straight.state(), straight.last_folded)
+    restored.load_state_arrays(straight.state_arrays())
+    assert plan_of(restored, 0) == plan_of(straight, 0)
+    more = {0: reply_of([0.1, 0.2]), 2: reply_of([0.7, 0.0])}
+    assert one_round(straight, more, new, 5)["w"].tobytes() == one_round(restored, more, new, 5)["w"].tobytes()
+    assert plan_of(restored, 0).generation == 1
+    assert restored.state() == straight.state()
+
+
+def test_replies_of_other_personal_parts_are_refused() -> None:
+    strategy = strategy_of(dataclasses.replace(OWN, patterns=()))
+    other = reply_of([1.0, 0.0])
+    other["arrays"] = pack_arrays({"w": np.array([1.0, 0.0])})
+    other["buffers"] = pack_arrays({"shared": np.array([0.0]), "counter": np.array(0)})
+    one_round(strategy, {0: reply_of([1.0, 0.0]), 1: other})
+    assert "personal tensors: expected ['w', 'shared'] as from the other clients" in strategy.report.refused[1]

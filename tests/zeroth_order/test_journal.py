@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fedapps.zeroth_order.errors import JournalError
+from fedapps.zeroth_order.journal import BaseModel, Header, Journal, JournalFile, Slice, show
+from fedapps.zeroth_order.layout import Layout, TensorSpec
+from fedapps.zeroth_order.scheme import Record, Scheme
+
+LAYOUT = Layout((TensorSpec("w\u2028", (2, 3)), TensorSpec("b", (3,))))
+HEADER = Header(Scheme(7), BaseModel("digits-mlp", None, "ab" * 32), LAYOUT)
+
+
+def record_of(round_: int, tau: int = 2) -> Record:
+    return Record(round_, 2 * round_, 0.1, 1e-3, 0.1, 1e-8, ((0.5, -1.0),) * tau, 2)
+
+
+def journal_of(*rounds: int) -> Journal:
+    return Journal(HEADER, [record_of(r) for r in rounds])
+
+
+def test_a_journal_comes_back_from_text_and_file(tmp_path: Path) -> None:
+    journal = journal_of(1, 2, 5)
+    assert Journal.from_text(journal.to_text()) == journal
+    stored = JournalFile.create(tmp_path / "j.jsonl", HEADER)
+    for record in journal.records:
+        stored.append(record)
+    assert Journal.read(tmp_path / "j.jsonl") == journal == stored.journal
+    assert (tmp_path / "j.jsonl").read_text(encoding="utf-8") == journal.to_text()
+    stored.close()
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "j.jsonl"
+    whole = journal_of(1, 2, 3).to_text().encode()
+    path.write_bytes(whole[:-cut])
+    rounds = [1, 2, 3] if cut == 1 else [1, 2]  # without its line end alone, the last record is whole
+    assert [r.round for r in Journal.read(path).records] == rounds
+    stored = JournalFile.open(path)
+    stored.append(record_of(4))
+    stored.close()
+    assert path.read_bytes() == journal_of(*rounds, 4).to_text().encode()
+
+
+def test_a_line_torn_within_a_letter_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_bytes(journal_of(1).to_text().encode() + b'{"round": "\xe2\x80')
+    stored = JournalFile.open(path)
+    stored.close()
+    assert path.read_text(encoding="utf-8") == journal_of(1).to_text()
+
+
+def test_a_damaged_line_elsewhere_is_an_error() -> None:
+    lines = journal_of(1, 2).to_text().splitlines(keepends=True)
+    # Line separators within a name are no line ends.
+    lines = journal_of(1, 2).to_text().split("\n")
+    with pytest.raises(JournalError, match="line 2: expected a line of a journal"):
+        Journal.from_text("\n".join([lines[0], lines[1][:30], lines[2], ""]))
+    with pytest.raises(JournalError, match="line 3: expected a line of a journal"):
+        Journal.from_text("\n".join([lines[0], lines[1], lines[2][:30], ""]))
+
+
+def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with pytest.raises(JournalError, match=r"j.jsonl: expected a journal, got no file"):
+        Journal.read(path)
+    path.write_text("")
+    with pytest.raises(JournalError, match="expected a header line, got an empty file"):
+        Journal.read(path)
+    path.write_text('{"format": 1, "meth')
+    with pytest.raises(JournalError, match="line 1: expected a line of a journal"):
+        JournalFile.open(path)
+    with pytest.raises(JournalError, match="expected no file, got a journal"):
+        JournalFile.create(path, HEADER)
+
+
+def test_slices_hold_what_somebody_lacks() -> None:
+    journal = journal_of(1, 2, 5, 6)
+    part = journal.slice(2)
+    assert ([r.round for r in part.records], part.after, part.through) == ([5, 6], 2, 6)
+    assert [r.round for r in journal.slice(0, through=4).records] == [1, 2]
+    assert journal.slice(0, through=4).through == 4  # rounds 3 and 4 were refused
+    assert journal.slice(6) == Slice(6, 6, ())
+    assert journal.slice(9) == Slice(9, 9, ())
+
+
+def test_a_prefix_grows_by_slices_that_overlap() -> None:
+    journal = journal_of(1, 2)
+    journal.extend(journal_of(1, 2, 4).slice(1).records, through=5)
+    assert [r.round for r in journal.records] == [1, 2, 4]
+    assert journal.through == 5
+    other = dataclasses.replace(record_of(4), lr=0.2)
+    with pytest.raises(JournalError, match="round 4: expected the record that is held already"):
+        journal.extend([other])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (record_of(2), "round 2: expected a later round"),
+        (dataclasses.replace(record_of(3), first_step=5), "round 3: expected first-step 6 or more, got 5"),
+        (dataclasses.replace(record_of(3), momentum=0.9), "expected no momentum, got method 'hiso'"),
+    ],
+    ids=["round", "steps", "momentum"],
+)
+def test_a_record_that_does_not_follow_is_refused(record: Record, message: str) -> None:
+    journal = journal_of(1, 2)
+    with pytest.raises(JournalError, match=message):
+        journal.append(record)
+    assert len(journal.records) == 2
+
+
+def test_a_journal_with_momentum_needs_it() -> None:
+    journal = Journal(dataclasses.replace(HEADER, scheme=Scheme(7, "hiso-momentum")))
+    with pytest.raises(JournalError, match="expected a momentum"):
+        journal.append(record_of(1))
+
+
+@pytest.mark.parametrize(
+    ("after", "through", "rounds"),
+    [(2, 1, ()), (2, 4, (2,)), (2, 4, (5,)), (0, 4, (3, 2)), (0, 4, (2, 2)), (-1, 0, ())],
+)
+def test_a_slice_in_disorder_is_refused(after: int, through: int, rounds: tuple[int, ...]) -> None:
+    with pytest.raises(JournalError, match="journal slice: expected rounds in"):
+        Slice(after, through, tuple(record_of(r) for r in rounds))
+
+
+def test_a_journal_of_another_model_is_refused() -> None:
+    journal = journal_of(1)
+    journal.check_model(LAYOUT, "ab" * 32)
+    with pytest.raises(JournalError, match="expected the model it was written for, got 1 tensors instead of 2"):
+        journal.check_model(Layout(LAYOUT.tensors[:1]))
+    with pytest.raises(JournalError, match=r"base model 'digits-mlp' with fingerprint abab.* got cdcd"):
+        journal.check_model(LAYOUT, "cd" * 32)
+
+
+def test_show_tells_what_a_reader_needs() -> None:
+    records = [record_of(1), dataclasses.replace(record_of(2), fingerprint="ef" * 32)]
+    lines = show(Journal(HEADER, records))
+    assert lines[0] == "method hiso, seed 7, gaussian directions, H every-step"
+    assert lines[1] == "base digits-mlp (abababababababab)"
+    assert lines[2] == "2 tensors, 9 parameters, 2 rounds, 8 scalars"
+    assert lines[4].startswith("round 2: steps 4-5, P 2, lr 0.1, mu 0.001, nu 0.1, largest scalar 1, 2 clients, finger")
