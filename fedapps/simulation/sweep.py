@@ -25,6 +25,9 @@ from fedapps.results.summary import RunStatus, validation_key
 from fedapps.results.tables import CompareRow, to_csv, to_markdown
 from fedapps.simulation.start import Ended, Start, start
 
+NOTE_LENGTH = 120
+"""Characters of a failed run's reason in a note; the whole reason is in its trial."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -181,7 +184,7 @@ def _notes(chosen: Mapping[str, Trial], grid: Sequence[float], trials: Sequence[
         if len(grid) > 1 and trial.lr in (min(grid), max(grid))
     ]
     notes += [
-        f"{t.method}, seed {t.seed}, lr {t.lr:g}: {t.status} ({t.reason})"
+        f"{t.method}, seed {t.seed}, lr {t.lr:g}: {t.status} ({t.reason[:NOTE_LENGTH]} ...; see {t.folder})"
         for t in trials
         if t.status != RunStatus.COMPLETED
     ]
