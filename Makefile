@@ -38,8 +38,12 @@ check: $(VENV)/.dev ## lint, format, types, import direction, generated files
 
 bench: $(VENV)/.dev ## run the benchmarks and write their results
 	$(BIN)/python benchmarks/convex_newton.py
-	$(BIN)/fedapps compare --config configs/digits_comparison.toml --methods fedavg,localnewton,fedpm \
-	  --seeds 0,1,2 --lr-grid 0.01,0.03,0.1,0.3,1.0 --target 0.95
+	$(BIN)/python benchmarks/engine_equality.py
+	$(BIN)/python benchmarks/fedpm_cost.py
+	$(BIN)/python benchmarks/fedpm_bytes.py
+	$(BIN)/python benchmarks/fedclup_quadratic.py
+	$(BIN)/fedapps compare --config configs/digits_comparison.toml --seeds 0,1,2 --lr-grid 0.01,0.03,0.1,0.3,1.0 \
+	  --methods fedavg,fedavgm,fedprox,fedadam,localnewton,fedpm --target 0.95
 
 format: $(VENV)/.dev ## format the code and write the generated files
 	$(BIN)/ruff format .

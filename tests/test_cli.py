@@ -80,7 +80,7 @@ def test_a_preset_and_options_override_each_other_in_order(tmp_path: Path) -> No
         (["run", "--set", "lr"], "expected KEY=VALUE"),
         (["run", "--config", "nowhere.toml"], "--config nowhere.toml: expected a TOML file"),
         (["run", "--resume", "nowhere"], "run folder nowhere: expected a folder with settings.toml, got no such folder"),
-        (["run", "--partition", "iid", "--clients", "5000", "--engine", "inprocess"], "5000"),
+        (["run", "--partition", "iid", "--clients", "1500", "--engine", "inprocess"], "1500"),
         (["report", "nowhere"], "no such folder"),
         (["compare", "--methods", "fedpm,fedpm"], "at least one value, each once"),
         (["compare", "--methods", "fedpm", "--seeds", "0,x"], "--seeds: expected values separated by commas"),

@@ -25,6 +25,9 @@ logger = getLogger("flwr")
 CLIENT_RAISED = 2
 """Flower's error code for a ClientApp that raised, or that has no handler for the message."""
 
+MOST_REFUSALS = 5
+"""Refused nodes that an error message lists."""
+
 NODE_POLL = 1.0
 """Seconds between two looks at the connected nodes while clients are missing."""
 
@@ -160,7 +163,9 @@ class Roster:
             self._greet_new_nodes(grid)
             if self._complete():
                 return
-            if time.monotonic() > deadline:
+            # Where every node was refused, more time brings nothing: the cause is in their answers.
+            hopeless = bool(self.refused) and not self.node_of and not self._silent
+            if hopeless or time.monotonic() > deadline:
                 raise RosterError(self._what_is_missing())
             time.sleep(NODE_POLL)
 
@@ -281,8 +286,10 @@ class Roster:
         return False
 
     def _what_is_missing(self) -> str:
-        refusals = "; ".join(f"node {node}: {reason}" for node, reason in self.refused.items())
-        told = f" Refused: {refusals}." if refusals else ""
+        shown = list(self.refused.items())[:MOST_REFUSALS]
+        refusals = "; ".join(f"node {node}: {reason}" for node, reason in shown)
+        more = f"; and {len(self.refused) - len(shown)} more" if len(self.refused) > len(shown) else ""
+        told = f" Refused: {refusals}{more}." if refusals else ""
         if self.facts and self._silent:
             told += f" Without a query handler: nodes {', '.join(map(str, sorted(self._silent)))}."
         if self.facts:

@@ -152,3 +152,11 @@ def test_a_malformed_answer_is_refused() -> None:
     with pytest.raises(Exception, match="expected a record 'node'"):
         bad(RecordDict(), "node 1")
     assert refresh(grid).num_partitions == 2
+
+
+def test_where_every_node_is_refused_nobody_waits() -> None:
+    bad = replace(FACTS, version="0.0.1")
+    nodes: dict[int, NodeFacts | Error | None] = {n: replace(bad, partition=n, num_partitions=9) for n in range(9)}
+    roster = make_roster(node_wait=3600.0)
+    with pytest.raises(RosterError, match=r"Refused: node 0: .*got fedapps 0\.0\.1.*; and 4 more\."):
+        roster.refresh(FakeGrid(nodes))
