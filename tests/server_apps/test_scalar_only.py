@@ -462,7 +462,7 @@ def test_a_round_below_the_quorum_leaves_no_record(tmp_path: Path) -> None:
 def test_a_node_that_draws_other_directions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A11."""
     monkeypatch.setattr(sys.modules["fedapps.client_apps.app"], "_kernel", lambda device: "0" * 64)
-    with pytest.raises(RosterError, match=r"partition 0\), kernel: expected directions with checksum .*got 0000"):
+    with pytest.raises(RosterError, match=r"partition 5\), kernel: expected directions with checksum .*got 0000"):
         tiny(tmp_path / "run", {"node-wait": 0.0})
 
 
