@@ -94,8 +94,8 @@ def test_a_node_is_asked_once_and_only_new_ones_later() -> None:
 
 def test_of_two_nodes_for_a_partition_the_newer_wins() -> None:
     grid = FakeGrid({5: FACTS, 4: FACTS, 6: replace(FACTS, partition=1)})
-    grid.activated = {4: "2026-01-01T00:00:01", 5: "2026-01-01T00:00:09", 6: "2026-01-01T00:00:05"}
-    assert refresh(grid).node_of[0] == 5
+    grid.activated = {5: "2026-01-01T00:00:01", 4: "2026-01-01T00:00:09", 6: "2026-01-01T00:00:05"}
+    assert refresh(grid).node_of[0] == 4  # the newer one, though its id is smaller
 
 
 def test_fewer_clients_than_partitions_names_both_numbers() -> None:
