@@ -1,4 +1,4 @@
-"""The command line: ``fedapps run``, ``compare``, ``advise``, ``methods``, ``tasks``, ``report``, ``replay``, ``journal``."""
+"""The command line: ``fedapps run``, ``compare``, ``advise``, ``methods``, ``tasks``, ``report``, ``replay`` and more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.table import Table
 
 import fedapps
 from fedapps.cli_journal import add_journal_commands
+from fedapps.cli_models import add_models_commands
 from fedapps.errors import FedAppsError, SettingsError, explain
 from fedapps.methods import METHODS
 from fedapps.results.personal import client_gains, client_table, personal_table
@@ -50,6 +51,7 @@ SHOWN_METRICS = (
     ("test-statistical-error", "statistical error"), ("client-personal-test-accuracy", "personal models"),
     ("client-personal-test-accuracy-worst-decile", "their worst tenth"),
     ("client-global-test-accuracy", "global model on the same"),
+    ("test-f1", "F1"), ("test-exact-match", "exact match"),
     ("client-personal-test-statistical-error", "statistical error of personal models"),
     ("client-global-test-statistical-error", "of the global model"),
 )  # fmt: skip
@@ -166,11 +168,14 @@ def _parse_assignment(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise SettingsError(explain(f"--set {text!r}", expected="KEY=VALUE", got=repr(text), do="for example lr=0.1"))
+    return {key.strip(): _parse_value(value)}
+
+
+def _parse_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        parsed = value  # A bare word is a string: --set partition=iid
-    return {key.strip(): parsed}
+        return text  # A bare word is a string: --set partition=iid
 
 
 def _clients_of(resume: Path, clients: int) -> int:
@@ -264,6 +269,12 @@ def compare(
     rounds: RoundsOption = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     lr_grid: Annotated[str, typer.Option(help="Learning rates to try for every method, separated by commas.")] = "",
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=V1,V2,... to try as well; METHOD.KEY is for one method. Repeatable.", metavar="KEY=V1,V2"
+        ),
+    ] = None,
     target: Annotated[float | None, typer.Option(help="Accuracy for the rounds-to-target column.")] = None,
     partition: PartitionOption = None,
     alpha: AlphaOption = None,
@@ -277,8 +288,14 @@ def compare(
     device: DeviceOption = None,
     data_dir: DataOption = None,
     out: OutOption = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of a comparison to go on with: its completed runs are kept.")
+    ] = None,
 ) -> None:
-    """Compare methods on the same task, partition and seeds, each tuned on the same grid."""
+    """Compare methods on the same task, partition and seeds, each tuned on the same grid.
+
+    METHOD.KEY, in --config, --set and --grid, is for one method alone: --set ditto.local-steps=5.
+    """
     options = {
         "task": task, "num-server-rounds": rounds, "partition": partition, "alpha": alpha, "device": device,
         "data-dir": str(data_dir.absolute()) if data_dir else None,
@@ -293,27 +310,41 @@ def compare(
             def on_trial(trial: Trial, done: int, total: int) -> None:
                 progress.update(bar, completed=done, total=total)
                 score = "-" if trial.score is None else f"{trial.score:.4f} at round {trial.score_round}"
-                line = f"{trial.method}  seed {trial.seed}  lr {trial.lr:g}  {trial.status}  best validation {score}"
+                line = f"{trial.method}  seed {trial.seed}  {trial.place}  {trial.status}  best validation {score}"
                 console.print(line, highlight=False)
 
             result = run_comparison(
                 _gather(options, config, set_, None),
                 methods=_items(methods, "--methods", str),
                 seeds=_items(seeds, "--seeds", int),
-                lr_grid=_items(lr_grid, "--lr-grid", float) if lr_grid else [],
+                grid=_grid(lr_grid, grid or []),
                 how=how,
                 root=out or DEFAULT_OUT,
                 jobs=jobs or (len(os.sched_getaffinity(0)) if engine is Engine.INPROCESS else 1),
                 target=target,
                 on_trial=on_trial,
+                resume=resume,
             )
         console.print(to_rich(result.table))
+        if result.personal:
+            console.print(to_rich(result.personal, "personal models on the clients' own test data"))
         for note in result.notes:
             console.print(f"[yellow]note[/]: {note}", highlight=False)
-        for name in ("compare.png", "table.md", "compare.json"):
+        for name in ("compare.png", *(["gains.png"] if result.gains else []), "table.md", "compare.json"):
             console.print(f"{name:<13}{result.folder / name}", highlight=False, soft_wrap=True)
     if any(trial.status != RunStatus.COMPLETED for trial in result.trials if not trial.tuning):
         raise typer.Exit(1)
+
+
+def _grid(lr_grid: str, further: list[str]) -> dict[str, list[Any]]:
+    grid = {"lr": _items(lr_grid, "--lr-grid", float)} if lr_grid else {}
+    for text in further:
+        key, equals, values = text.partition("=")
+        if not equals or key in grid:
+            expected = "KEY=V1,V2,... with each key once"
+            raise SettingsError(explain(f"--grid {text!r}", expected=expected, got=repr(text), do="correct it"))
+        grid[key] = _items(values, f"--grid {key}", _parse_value)
+    return grid
 
 
 def _items(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -438,6 +469,7 @@ def _report_personal(console: Console, runs: list[Run], place: Path, *, write: b
 
 
 add_journal_commands(cli, _told)
+add_models_commands(cli, _told)
 
 
 def main() -> None:

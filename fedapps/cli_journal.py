@@ -11,14 +11,20 @@ import typer
 from rich.console import Console
 
 from fedapps.results import replay as replaying
+from fedapps.results import replay_language as language
 from fedapps.zeroth_order import journal as journals
+from fedapps.zeroth_order.journal import Journal
 
 Told: TypeAlias = Callable[[Console], AbstractContextManager[None]]
 """Prints the project's own errors as one message."""
 
 JournalArgument = Annotated[Path, typer.Argument(help="journal.jsonl of a run.", metavar="JOURNAL")]
 BaseOption = Annotated[
-    Path | None, typer.Option(help="Model before round 1.  [default: initial.safetensors beside the journal]")
+    str,
+    typer.Option(
+        help="Model before round 1: a .safetensors file, or for language models a hub id, a folder or a .gguf file.  "
+        "[default: initial.safetensors beside the journal, else the language model that it names]"
+    ),
 ]
 
 
@@ -35,15 +41,21 @@ def add_journal_commands(cli: typer.Typer, told: Told) -> None:
     @cli.command()
     def replay(
         journal: JournalArgument,
-        out: Annotated[Path, typer.Option(help="Folder for model.safetensors.")],
-        base: BaseOption = None,
+        out: Annotated[Path, typer.Option(help="Folder for the model.")],
+        base: BaseOption = "",
         round_: Annotated[int | None, typer.Option("--round", min=0, help="The round; default: the last.")] = None,
     ) -> None:
         """Rebuild the model of any round from the base model and the journal of a scalar-only run."""
         console = Console()
         with told(console):
-            replayed = replaying.replay(journal, _base_of(journal, base), round_)
-            path = replaying.write_replayed(replayed, out)
+            found = _base_of(journal, base)
+            replayed: replaying.Replayed | language.ReplayedModel
+            if isinstance(found, Path):
+                replayed = replaying.replay(journal, found, round_)
+                path = replaying.write_replayed(replayed, out)
+            else:
+                replayed = language.replay_model(journal, found, round_)
+                path = language.write_model(replayed, out)
             console.print(f"round        {replayed.round}", highlight=False)
             console.print(f"fingerprint  {replayed.fingerprint}", highlight=False, soft_wrap=True)
             console.print(f"model        {path}", highlight=False, soft_wrap=True)
@@ -57,14 +69,24 @@ def add_journal_commands(cli: typer.Typer, told: Told) -> None:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @group.command()
-    def verify(journal: JournalArgument, base: BaseOption = None) -> None:
+    def verify(journal: JournalArgument, base: BaseOption = "") -> None:
         """Replay a journal, and compare base model and every fingerprint in it."""
         console = Console()
         with told(console):
-            rounds = replaying.verify(journal, _base_of(journal, base))
+            found = _base_of(journal, base)
+            rounds = (
+                replaying.verify(journal, found) if isinstance(found, Path) else language.verify_model(journal, found)
+            )
             confirmed = f" and the fingerprints of rounds {', '.join(map(str, rounds))}" if rounds else ""
             console.print(f"confirmed: the base model{confirmed}", highlight=False, soft_wrap=True)
 
 
-def _base_of(journal: Path, base: Path | None) -> Path:
-    return base or journal.parent / "initial.safetensors"
+def _base_of(journal: Path, base: str) -> Path | str:
+    """Choose a file of tensors, or the source of a language model."""
+    initial = journal.parent / "initial.safetensors"
+    if base.endswith(".safetensors"):
+        return Path(base)
+    if base:
+        return base
+    named = Journal.read(journal).header.base
+    return language.source_of(named) if named.revision is not None and not initial.exists() else initial

@@ -13,8 +13,13 @@ up          ``curvature``    FedPM: layer -> upper triangle of ``P``, shape (wid
                              `fedapps.curvature.blocks`
 up          ``layout``       FedPM: which parameters each block covers, as JSON; ``wire`` = ``bfloat16`` if ``P`` is in that
                              (as uint16), and ``factors``, layer -> rows of its factor, if some travel so
+down        ``direction``    LocalNewton's line search: mean minus old value of every parameter; ``arrays`` is the model
+                             at step 0
+down        ``line-search``  ``steps``, the candidates
+up          ``line-search``  ``losses`` of the client's training data at step 0 and at the candidates; no other record
 down        ``journal``      scalar-only methods: rounds of the journal as in `fedapps.zeroth_order.wire`, and
-                             ``base`` (fingerprint of the first model), ``next-first-step`` and ``next-mu``
+                             ``base`` (fingerprint of the first model), ``next-first-step`` and ``next-mu``;
+                             ``confirm`` where the client is only to name the state that the rounds lead to
 up          ``scalars``      scalar-only methods: ``values`` (float32, ``tau`` rows of ``P``), ``server-round``, and
                              ``fingerprint`` of the client's replica; or ``need-from``, a round, from a client whose
                              journal is lost
@@ -48,12 +53,17 @@ FACTORS = "factors"
 NODE = "node"
 JOURNAL = "journal"
 SCALARS = "scalars"
+DIRECTION = "direction"
+LINE_SEARCH = "line-search"
 
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server-round"
 STORE_LOST = "store-lost"
 NEED_FROM = "need-from"
+STEPS = "steps"
+LOSSES = "losses"
 REBUILT = "rebuilt"
+CONFIRM = "confirm"
 
 Arrays = dict[str, np.ndarray]
 """Tensors by name, in the order of the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fedapps.errors import SettingsError, explain
@@ -19,7 +20,8 @@ class SecondOrderSettings:
         estimate: How a FOOF block ``A`` is estimated: ``last-batch`` (the paper), ``average`` (exponential average over the
             round's batches) or ``full-pass`` (a pass over the client's examples before the round).
         decay: Weight of the past in the exponential average, for each local step.
-        refresh: Local steps that use one ``P`` and its factorisation; 1 is the paper.
+        refresh: Local steps that use one ``P`` and its factorisation; 1 is the paper. Layers with fewer rows in a batch than
+            their width have a new one at each of the round's first ``refresh`` steps.
         max_rows: Rows (examples, positions) of a batch that enter a block, a random sample; 0 uses all.
         max_width: Wider layers are cut into diagonal blocks of at most this width; 0 cuts none.
     """
@@ -39,6 +41,39 @@ class SecondOrderSettings:
     max_width: int = setting(
         4096, "wider layers are cut into diagonal blocks of at most this width; 0 = none is cut", minimum=0
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalNewtonSettings(SecondOrderSettings):
+    """Settings of LocalNewton.
+
+    Attributes:
+        line_search: Candidate steps of the global line search, separated by commas; empty for none.
+    """
+
+    line_search: str = setting(
+        "", 'candidate steps of a global line search along the mean, such as "1,0.5,0.25,0.125"; empty = none, step 1'
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            good = all(0 < step < math.inf for step in self.steps)
+        except ValueError:
+            good = False
+        if not good:
+            raise SettingsError(
+                explain(
+                    "setting 'localnewton.line-search'",
+                    expected="numbers > 0, separated by commas",
+                    got=repr(self.line_search),
+                    do='write it like "1,0.5,0.25,0.125", or leave it empty',
+                )
+            )
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """The candidate steps."""
+        return tuple(float(part) for part in self.line_search.split(",")) if self.line_search else ()
 
 
 @dataclass(frozen=True, kw_only=True)

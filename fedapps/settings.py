@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -161,6 +162,7 @@ class Settings:
         return self.client_evaluation == "every" or (last and (self.client_evaluation == "last" or self.exports))
 
 
+@functools.cache  # every message of a run resolves its settings
 def keys_of(cls: type, group: str = "") -> dict[str, Key]:
     """List the keys that a settings class declares.
 
@@ -394,7 +396,8 @@ def flatten(settings: Settings, group: str) -> dict[str, Scalar]:
     """
     flat = {key.name: getattr(settings, name) for name, key in keys_of(Settings).items()}
     if group:
-        flat |= {key.name: getattr(settings.own, name) for name, key in keys_of(type(settings.own), group).items()}
+        own: type = type(settings.own)
+        flat |= {key.name: getattr(settings.own, name) for name, key in keys_of(own, group).items()}
     return flat
 
 

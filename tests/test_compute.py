@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from fedapps.compute import choose_device, generator, pinned
+from fedapps.compute import choose_device, free_memory, generator, pinned
 from fedapps.errors import SettingsError
 
 
@@ -51,3 +54,19 @@ def test_a_device_that_is_absent_is_refused_and_auto_falls_back(monkeypatch: pyt
     assert (choose_device("auto"), choose_device("cuda:1")) == ("cuda", "cuda:1")
     with pytest.raises(SettingsError, match="'cuda:2'"):
         choose_device("cuda:2")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and other systems return memory by themselves")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """1,000 blocks of 100 kB lie below one that stays, so that the top of the heap cannot sink."""
+
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+    blocks = [b"x" * 100_000 for _ in range(1000)]
+    kept = blocks[-1]
+    blocks.clear()
+    before = resident()
+    free_memory()
+    assert resident() < before - 50
+    assert len(kept) == 100_000

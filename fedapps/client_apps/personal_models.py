@@ -133,7 +133,8 @@ def evaluate_global(work: ClientWork) -> dict[str, float]:
     Returns:
         ``personal-...`` and ``global-...``, which are equal.
     """
-    return _measure(work, work.arrays, "personal-") | _measure(work, work.arrays, "global-")
+    measured = _measure(work, work.arrays, "")
+    return {f"{model}-{name}": value for model in ("personal", "global") for name, value in measured.items()}
 
 
 def export_personal(work: ClientWork, model: Arrays, metrics: Mapping[str, float]) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from flwr.app import ConfigRecord
 
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import FedAppsError, MessageError, explain
-from fedapps.records import JOURNAL
+from fedapps.records import CONFIRM, JOURNAL
 from fedapps.results.storage import write_atomically
 from fedapps.strategies.scalar_options import scheme_of
 from fedapps.zeroth_order.errors import AstrayError, JournalError, ReplicaError
@@ -64,7 +64,7 @@ class CaughtUp:
         state: The update rule's state, slot -> name -> tensor on the model's device.
         header: The run's header.
         journal: The journal up to that round.
-        fingerprint: Of the replica, where the journal holds one for its round.
+        fingerprint: Of the replica, where the journal holds one for its round or the server asks for it.
         rebuilt: Whether the replica had to be built again.
         lost: Whether the client's own journal was lost, and its process's used.
     """
@@ -93,10 +93,13 @@ class _Held:
     def replica(self) -> Replica:
         return self.keeper.replica if isinstance(self.keeper, Store) else self.keeper
 
-    def made_of(self, journal: Journal, through: int) -> bool:
-        """Tell whether the replica's rounds are the journal's."""
+    def made_of(self, journal: Journal, through: int, *, confirm: bool) -> bool:
+        """Tell whether the replica's rounds are the journal's, and have led to the fingerprints of the journal."""
         at = self.replica.round
-        return at <= through and _until(self.applied.records, at) == _until(journal.records, at)
+        mine, theirs = _until(self.applied.records, at), _until(journal.records, at)
+        if confirm and mine and mine[-1].round == through:
+            mine[-1] = replace(mine[-1], fingerprint=None)  # The server asks what it is.
+        return at <= through and mine == theirs
 
 
 _held: _Held | None = None
@@ -128,14 +131,14 @@ def caught_up(work: ClientWork) -> Iterator[CaughtUp]:
                 do="use fedapps.strategies.hiso.HiSo on the server",
             )
         )
-    part = unpack_slice(record, "server's message")
+    part, confirm = unpack_slice(record, "server's message"), bool(record.get(CONFIRM))
     with _open(work, bytes(record["base"]).hex()) as held:  # type: ignore[arg-type]  # checked above
         own = load_journal(work, held.header, part.after)
         known = own or _prefix(held.applied, part.after)
         if known is None:
             raise NeedMoreError(0)
         known.extend(part.records, part.through)
-        rebuilt, found = _bring(work, held, known, part.through)
+        rebuilt, found = _bring(work, held, known, part.through, confirm=confirm)
         state = _state_for(held, work.device)
         yield CaughtUp(held.model, state, held.header, known, found, rebuilt, lost=own is None)
 
@@ -185,25 +188,32 @@ def _until(records: list[Record], last: int) -> list[Record]:
     return [record for record in records if record.round <= last]
 
 
-def _bring(work: ClientWork, held: _Held, journal: Journal, through: int) -> tuple[bool, str | None]:
+def _bring(work: ClientWork, held: _Held, journal: Journal, through: int, *, confirm: bool) -> tuple[bool, str | None]:
     """Advance the replica, or build it again if it is another journal's, astray or half applied."""
     rebuilt = held.rebuilt
-    if not held.made_of(journal, through):
+    if not held.made_of(journal, through, confirm=confirm):
         logger.warning("%s: the replica is not of the server's journal and is built again", work.where)
         held.keeper.rebuild(lambda: _base(work, held.header))
         rebuilt = True
     _keep_applied(held, work, journal)
     try:
-        return rebuilt, _advance(held, journal, through)
+        found = _advance(held, journal, through)
     except ReplicaError as error:
         logger.warning("%s: %s", work.where, error)
         held.keeper.rebuild(lambda: _base(work, held.header))
-        return True, _advance(held, journal, through)
+        rebuilt, found = True, _advance(held, journal, through)
+    if confirm:
+        # Kept with the round: where the majority names another state, the next message's journal differs.
+        found = held.replica.fingerprint()
+        named = [*journal.records[:-1], replace(journal.records[-1], fingerprint=found)]
+        _keep_applied(held, work, Journal(journal.header, named, journal.through))
+    return rebuilt, found
 
 
 def _advance(held: _Held, journal: Journal, through: int) -> str | None:
-    held.keeper.advance(journal.slice(held.replica.round, through))
     expected = journal.records[-1].fingerprint if journal.records else None
+    # A fingerprint of the last round is compared below in any case, also where nothing is new: not twice.
+    held.keeper.advance(journal.slice(held.replica.round, through), verify=expected is None)
     if expected is None:
         held.replica.check_whole()
         return None
@@ -227,7 +237,7 @@ def _open(work: ClientWork, base: str) -> Iterator[_Held]:
     if _held is None or _held.key != key:
         model = _build(work)
         theta = trainable_parameters(model)
-        header = Header(scheme, BaseModel(settings.task, None, base), layout_of(theta))
+        header = _header(work, base, theta)
         Journal(header).check_model(header.layout, fingerprint(header.layout, theta))
         replica = Replica(scheme, theta, threads=settings.compute_threads)
         _held = _Held(key, model, header, replica, Journal(header))
@@ -237,10 +247,9 @@ def _open(work: ClientWork, base: str) -> Iterator[_Held]:
 @contextmanager
 def _open_store(work: ClientWork, base: str, key: tuple[Any, ...]) -> Iterator[_Held]:
     """Open the node's store; parameters are views of its memory, or copies on another device."""
-    scheme = scheme_of(work.settings)
     model = _build(work)
     parameters = trainable_parameters(model)
-    header = Header(scheme, BaseModel(work.settings.task, None, base), layout_of(parameters))
+    header = _header(work, base, parameters)
     folder = _store_folder(work)
     threads = work.settings.compute_threads
     with Store(folder, header, lambda: _base(work, header), threads=threads) as store:
@@ -262,9 +271,14 @@ def _state_for(held: _Held, device: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def _header(work: ClientWork, base: str, theta: dict[str, torch.nn.Parameter]) -> Header:
+    first = work.task.first_model
+    return Header(scheme_of(work.settings), BaseModel(first.id, first.revision, base), layout_of(theta))
+
+
 def _build(work: ClientWork) -> torch.nn.Module:
     task: TorchTask = work.task  # type: ignore[assignment]  # the registry admits torch tasks only
-    return task.module(task.initial_arrays(work.settings.seed), work.device)
+    return task.initial_module(work.device)
 
 
 def _base(work: ClientWork, header: Header) -> dict[str, Any]:

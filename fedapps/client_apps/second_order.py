@@ -3,7 +3,8 @@ r"""Clients that take second-order steps: FedPM and LocalNewton.
 .. math:: \theta_i \leftarrow \theta_i - \eta\, P_i^{-1} g_i(\theta_i) \qquad (K \text{ times})
 
 with the full Hessian for convex tasks and FOOF blocks for torch models (arXiv 2511.09100, equation 8). FedPM sends
-``P_i`` of the last step and ``M_i = P_i (theta_i - theta)``; LocalNewton sends ``theta_i``.
+``P_i`` of the last step and ``M_i = P_i (theta_i - theta)``; LocalNewton sends ``theta_i``, and in its line search the
+losses along the averaged direction.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
 from fedapps.curvature.blocks import Block, WireDtype, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout
+from fedapps.curvature.line_search import along
 from fedapps.curvature.newton import NewtonSteps, newton_steps
 from fedapps.records import (
     ARRAYS,
@@ -28,9 +30,12 @@ from fedapps.records import (
     CURVATURE,
     FACTORS,
     LAYOUT,
+    LINE_SEARCH,
+    LOSSES,
     METRICS,
     NUM_EXAMPLES,
     PRODUCTS,
+    STEPS,
     WIRE,
     Arrays,
     pack_arrays,
@@ -88,14 +93,16 @@ def train_fedpm(work: ClientWork) -> RecordDict:
 
 
 def train_localnewton(work: ClientWork) -> RecordDict:
-    """Train one client for one round of LocalNewton.
+    """Train one client for one round of LocalNewton, or measure its losses if the message is that of the line search.
 
     Args:
         work: The round.
 
     Returns:
-        The content of the reply: the whole model after training.
+        The content of the reply: the whole model after training, or the losses.
     """
+    if LINE_SEARCH in work.records:
+        return losses_along(work)
     if isinstance(work.task, ConvexTask):
         steps, loss = _newton(work, work.task)
         return reply({WEIGHTS: steps.theta}, {}, work, loss)
@@ -103,6 +110,27 @@ def train_localnewton(work: ClientWork) -> RecordDict:
 
     trained = _train_with_foof(work)
     return reply(*read_model(trained.model), work, trained.loss)
+
+
+def losses_along(work: ClientWork) -> RecordDict:
+    """Measure the loss of a client's training data at step 0 and at the candidates of a line search.
+
+    Args:
+        work: The round, with the model at step 0, the direction and the candidates.
+
+    Returns:
+        The content of the reply: ``losses``.
+    """
+    steps = (0.0, *work.records[LINE_SEARCH][STEPS])
+    losses = [_loss(work, along(work.arrays, work.direction, step)) for step in steps]
+    return RecordDict({LINE_SEARCH: ConfigRecord({LOSSES: losses})})
+
+
+def _loss(work: ClientWork, arrays: Arrays) -> float:
+    if isinstance(work.task, ConvexTask):
+        return work.task.objective(work.data.train).loss(arrays[WEIGHTS])
+    task: TorchTask = work.task  # type: ignore[assignment]  # the only other kind of task
+    return task.evaluate(arrays, work.data.train, work.device)["loss"]
 
 
 def _newton(work: ClientWork, task: ConvexTask) -> tuple[NewtonSteps, float]:

@@ -16,7 +16,7 @@ from fedapps.client_apps.store import ClientStore
 from fedapps.compute import choose_device, generator
 from fedapps.errors import MessageError, TaskError, explain
 from fedapps.methods import resolve_settings
-from fedapps.records import ARRAYS, NUM_EXAMPLES, SERVER_ROUND, Arrays, unpack_arrays, unpack_config
+from fedapps.records import ARRAYS, DIRECTION, NUM_EXAMPLES, SERVER_ROUND, Arrays, unpack_arrays, unpack_config
 from fedapps.settings import Settings
 from fedapps.tasks.from_settings import load_task_of
 
@@ -95,6 +95,7 @@ class ClientWork:
         run_dir: The run folder as the server names it; it may lie on another machine.
         config: All entries of the message's config, those of one method included.
         records: The message's config records by name, those of one method included.
+        direction: Tensors of the message's record ``direction``, by name; empty without one.
     """
 
     settings: Settings
@@ -109,6 +110,7 @@ class ClientWork:
     run_dir: str
     config: Mapping[str, Any] = field(default_factory=dict)
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    direction: Arrays = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -224,6 +226,7 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
         run_dir=str(config.get("run-dir", "")),
         config=dict(config),
         records=dict(message.content.config_records),
+        direction=unpack_arrays(message.content, DIRECTION, "server's message", optional=True),
     )
 
 

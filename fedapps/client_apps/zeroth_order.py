@@ -9,7 +9,6 @@ Every pass of a step sees the same batch, drawn from (seed, round, partition).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedapps.client_apps.first_order import reply
-from fedapps.client_apps.personal_models import evaluate_model
 from fedapps.client_apps.replicas import CaughtUp, NeedMoreError, caught_up, save_journal
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
 from fedapps.records import (
     ARRAYS,
+    CONFIRM,
     JOURNAL,
     METRICS,
     NEED_FROM,
@@ -32,9 +31,9 @@ from fedapps.records import (
     SERVER_ROUND,
     STORE_LOST,
 )
-from fedapps.tasks.torch_arrays import module_arrays
 from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.probing import Difference, Prober, ProbeResult
+from fedapps.zeroth_order.quiet import quiet
 from fedapps.zeroth_order.scheme import LocalStep, Scheme
 from fedapps.zeroth_order.wire import pack_scalars
 
@@ -52,18 +51,19 @@ def train(work: ClientWork) -> RecordDict:
         work: The round.
 
     Returns:
-        The content of the reply: ``tau x P`` scalars, or the round from which the client needs the journal.
+        The content of the reply: ``tau x P`` scalars, the fingerprint of the replica if that is all that the server asks
+        for, or the round from which the client needs the journal.
     """
     try:
         with caught_up(work) as client:
+            if work.records[JOURNAL].get(CONFIRM):
+                return _answer(work, {"fingerprint": bytes.fromhex(str(client.fingerprint))})
             result = _measure(work, client)
             content = _pack(work, client, result)
             save_journal(work, client.journal)
             return content
     except NeedMoreError as need:
-        record = ConfigRecord({SERVER_ROUND: work.server_round, NEED_FROM: need.after})
-        metrics = MetricRecord({NUM_EXAMPLES: work.num_examples})
-        return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: record, METRICS: metrics})
+        return _answer(work, {NEED_FROM: need.after})
 
 
 def evaluate(work: ClientWork) -> dict[str, float]:
@@ -75,8 +75,13 @@ def evaluate(work: ClientWork) -> dict[str, float]:
     Returns:
         ``validation-...`` and ``test-...``.
     """
-    with caught_up(work) as client:
-        return evaluate_model(dataclasses.replace(work, arrays=module_arrays(client.model)))
+    task: TorchTask = work.task  # type: ignore[assignment]  # the registry admits torch tasks only
+    with caught_up(work) as client, quiet(client.model):
+        return {
+            f"{split}-{name}": value
+            for split, data in (("validation", work.data.validation), ("test", work.data.test))
+            for name, value in task.evaluate_module(client.model, data).items()
+        }
 
 
 def train_fedzo(work: ClientWork) -> RecordDict:
@@ -137,6 +142,13 @@ def _pack(work: ClientWork, client: CaughtUp, result: ProbeResult) -> RecordDict
     if client.lost:
         metrics[STORE_LOST] = 1.0
     return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: scalars, METRICS: metrics})
+
+
+def _answer(work: ClientWork, values: dict[str, Any]) -> RecordDict:
+    """Answer without scalars."""
+    record = ConfigRecord({SERVER_ROUND: work.server_round, **values})
+    metrics = MetricRecord({NUM_EXAMPLES: work.num_examples})
+    return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: record, METRICS: metrics})
 
 
 def _mean(losses: tuple[float, ...]) -> float:

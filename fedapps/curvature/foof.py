@@ -101,7 +101,8 @@ class FoofPreconditioner:
         damping: Added to the diagonal of every block, >= 0.
         estimate: From which batches ``A`` is estimated.
         decay: Weight of the past in the exponential average, for each step, in [0, 1).
-        refresh: Steps that use one ``A`` and its factorisation; the batches of the steps between are not looked at.
+        refresh: Steps that use one ``A`` and its factorisation; the batches of the steps between are not looked at. During the
+            first ``refresh`` steps a layer with fewer rows in a batch than its width is estimated at every step.
         max_rows: Rows of one forward call of a layer that are used, a random sample without replacement; 0 uses all.
         max_width: A wider layer is cut into diagonal blocks of at most this width; 0 leaves every layer whole.
         factor_min_rows: Send a block that comes from fewer rows than its width, and from at least this many, as its triangular
@@ -229,20 +230,24 @@ class FoofPreconditioner:
 
     def _collector(self, state: _LayerState) -> Any:
         def collect(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-            if not module.training or not self._collects(state):
-                return
             x = args[0] if args else next(iter(kwargs.values()))
+            if not module.training or not self._collects(state, x):
+                return
             # Under autocast the product would be taken in half precision.
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 self._collect(state, x)
 
         return collect
 
-    def _collects(self, state: _LayerState) -> bool:
+    def _collects(self, state: _LayerState, x: torch.Tensor) -> bool:
         if self._in_full_pass or self._estimate is Estimate.FULL_PASS:
             return self._in_full_pass
         # A layer that was not used when the others were estimated is estimated at its first use.
-        return torch.is_grad_enabled() and (self._num_steps % self._refresh == 0 or not state.A)
+        due = self._num_steps % self._refresh == 0 or not state.A
+        # A batch of few rows says nothing of most directions, so the next batch would be divided by the damping alone there:
+        # a step ten times too long, and clients with few examples diverged. After several batches that is over.
+        early = self._num_steps < self._refresh and count_rows(state.module, x) < state.spec.width
+        return torch.is_grad_enabled() and (due or early)
 
     def _collect(self, state: _LayerState, x: torch.Tensor) -> None:
         """Add the rows of one forward call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,41 +81,94 @@ def plot_run(run: Run, path: Path) -> None:
     _finish(figure, path)
 
 
-def plot_compare(runs: Sequence[Run], path: Path, target: float | None = None) -> None:
+class Over(StrEnum):
+    """What accuracy is drawn over."""
+
+    ROUNDS = "rounds"
+    """Rounds."""
+    BYTES = "bytes"
+    """Payload of training rounds, both ways, all clients."""
+    SECONDS = "seconds"
+    """Time in training rounds."""
+
+
+def plot_compare(
+    runs: Sequence[Run], path: Path, target: float | None = None, over: Sequence[Over] = tuple(Over)
+) -> None:
     """Draw accuracy over rounds, over bytes and over seconds, a line a method: mean and band over seeds.
+
+    Bytes and seconds are those of training rounds. A method that sends no model is a level over bytes.
 
     Args:
         runs: The runs; those that differ in the seed only form one line.
         path: File to write; its ending chooses the format.
         target: Accuracy drawn as a horizontal line.
+        over: A panel each.
 
     Raises:
         FedAppsError: matplotlib is missing, or no run has an accuracy.
     """
+    plot_comparisons({", ".join(dict.fromkeys(run.task for run in runs)): runs}, path, target, over)
+
+
+def plot_comparisons(
+    comparisons: Mapping[str, Sequence[Run]],
+    path: Path,
+    target: float | None = None,
+    over: Sequence[Over] = tuple(Over),
+    least: float | None = None,
+) -> None:
+    """Draw several comparisons as `plot_compare` does, a row each.
+
+    Args:
+        comparisons: Title -> runs.
+        path: File to write; its ending chooses the format.
+        target: Accuracy drawn as a horizontal line.
+        over: A column each.
+        least: Least accuracy shown; None shows all.
+
+    Raises:
+        FedAppsError: matplotlib is missing, or the runs of a comparison have no accuracy.
+    """
+    for runs in comparisons.values() or [[]]:
+        if not any(run.accuracy_metric for run in runs):
+            raise _nothing_to_draw(runs)
+    figure, axes = _figure(len(over), rows=len(comparisons), sharey=True)
+    for number, (title, runs) in enumerate(comparisons.items()):
+        row = axes[number * len(over) : (number + 1) * len(over)]
+        _draw_comparison(row, runs, target, over)
+        if len(comparisons) > 1:
+            row[0].set_title(title, fontsize=10, loc="left")
+    if least is not None:
+        axes[0].set_ylim(least, 1.0)
+    several = any(len(group) > 1 for runs in comparisons.values() for group in group_runs(runs).values())
+    title = "" if len(comparisons) > 1 else next(iter(comparisons))
+    note = "mean ± standard deviation over seeds" if several else ""
+    figure.suptitle(": ".join(text for text in (title, note) if text), fontsize=11)
+    _finish(figure, path)
+
+
+def _draw_comparison(axes: Sequence[Axes], runs: Sequence[Run], target: float | None, over: Sequence[Over]) -> None:
     groups = group_runs(runs)
     series = {label: line for label, group in groups.items() if (line := accuracy_series(group)) is not None}
-    if not series:
-        raise _nothing_to_draw(runs)
     looks = choose_looks({label: groups[label][0].method for label in series})
-    texts = {label: _legend_text(label, groups[label]) for label in series}
-    payload = {label: line.payload for label, line in series.items()}
-    seconds = {label: line.seconds for label, line in series.items()}
-    figure, axes = _figure(3, sharey=True)
-    metrics = sorted({run.accuracy_metric.replace("-", " ") for run in runs if run.accuracy_metric})
-    _label(axes[0], "round", " / ".join(metrics))
-    _whole_numbers(axes[0])
-    _scale_bytes(axes[1], payload)
-    _scale_seconds(axes[2], seconds)
-    rounds = {label: line.rounds for label, line in series.items()}
-    for axis, x_of in zip(axes, (rounds, payload, seconds), strict=True):
+    totals = {
+        Over.ROUNDS: {label: line.rounds for label, line in series.items()},
+        Over.BYTES: {label: line.payload for label, line in series.items() if not _keeps_silent(groups[label][0])},
+        Over.SECONDS: {label: line.seconds for label, line in series.items()},
+    }
+    for axis, quantity in zip(axes, over, strict=True):
+        if totals[quantity]:
+            _SCALES[quantity](axis, totals[quantity])
         for label, line in series.items():
-            _draw_band(axis, x_of[label], line, texts[label], looks[label])
+            if label in totals[quantity]:
+                _draw_band(axis, totals[quantity][label], line, _legend_text(label, groups[label]), looks[label])
+            else:
+                _draw_level(axis, line, looks[label])
         if target is not None:
             axis.axhline(target, color="0.35", linewidth=0.9, linestyle=(0, (2, 2)), label=f"target {target:g}")
-    several = any(len(group) > 1 for group in groups.values())
-    title = ", ".join(dict.fromkeys(run.task for run in runs))
-    figure.suptitle(title + (": mean ± standard deviation over seeds" if several else ""), fontsize=11)
-    _finish(figure, path)
+    metrics = sorted({run.accuracy_metric.replace("-", " ") for run in runs if run.accuracy_metric})
+    axes[0].set_ylabel(" / ".join(metrics))
 
 
 def plot_distance(
@@ -238,6 +292,16 @@ def _draw_band(axis: Axes, x: np.ndarray, line: Series, label: str, look: Look) 
     axis.fill_between(x, low, high, color=look.color, alpha=0.15, linewidth=0)
 
 
+def _keeps_silent(run: Run) -> bool:
+    """Tell whether a run's method sends no model in either direction, so that no bytes belong to its accuracy."""
+    return run.method in {method.name for method in METHODS if method.travels_down == "nothing"}
+
+
+def _draw_level(axis: Axes, line: Series, look: Look) -> None:
+    """Draw the last accuracy of a method that sends nothing, for comparison."""
+    axis.axhline(line.mean[-1], color=look.color, linestyle=look.style(1)["linestyle"], linewidth=1.6)
+
+
 def _legend_text(label: str, runs: Sequence[Run]) -> str:
     notes = [f"{len(runs)} runs"] if len(runs) > 1 else []
     open_ended = sum(run.summary["status"] != RunStatus.COMPLETED for run in runs)
@@ -245,8 +309,8 @@ def _legend_text(label: str, runs: Sequence[Run]) -> str:
     return f"{label} ({', '.join(notes)})" if notes else label
 
 
-def _figure(panels: int, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """Make a figure outside pyplot, which would look for a display."""
+def _figure(panels: int, *, rows: int = 1, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """Make a figure of some panels a row outside pyplot, which would look for a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as NewFigure
@@ -254,9 +318,9 @@ def _figure(panels: int, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
         raise FedAppsError(
             explain("figures", expected="matplotlib", got=str(error), do="pip install 'fedapps[plots]'")
         ) from error
-    figure = NewFigure(figsize=(4.2 * panels + 0.6, 3.9), dpi=_DPI, layout="constrained")
+    figure = NewFigure(figsize=(4.2 * panels + 0.6, 3.3 * rows + 0.6), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, panels, sharey=sharey, squeeze=False)[0])
+    return figure, list(figure.subplots(rows, panels, sharey=sharey, squeeze=False).flat)
 
 
 def _label(axis: Axes, x: str, y: str) -> None:
@@ -286,8 +350,13 @@ def is_wide(lines: Iterable[np.ndarray]) -> bool:
     return bool(ends) and max(ends) >= LOG_FROM * min(ends)
 
 
+def _scale_rounds(axis: Axes, lines: Mapping[str, np.ndarray]) -> None:  # noqa: ARG001 - one call for all scales
+    _label(axis, "round", "")
+    _whole_numbers(axis)
+
+
 def _scale_bytes(axis: Axes, lines: Mapping[str, np.ndarray]) -> None:
-    text = "payload down + up, all clients"
+    text = "payload of training, down + up, all clients"
     if is_wide(lines.values()):
         _logarithmic(axis, text, lambda value: f"{value / byte_unit(value)[0]:g} {byte_unit(value)[1]}")
     else:
@@ -302,6 +371,13 @@ def _scale_seconds(axis: Axes, lines: Mapping[str, np.ndarray]) -> None:
         _logarithmic(axis, text, lambda value: f"{value:g} s")
     else:
         _label(axis, f"{text} [s]", "")
+
+
+_SCALES: Mapping[Over, Callable[[Axes, Mapping[str, np.ndarray]], None]] = {
+    Over.ROUNDS: _scale_rounds,
+    Over.BYTES: _scale_bytes,
+    Over.SECONDS: _scale_seconds,
+}
 
 
 def _logarithmic(axis: Axes, text: str, write: Callable[[float], str]) -> None:

@@ -46,10 +46,7 @@ def replay(journal: Path, base: Path, last: int | None = None) -> Replayed:
             state differs from a fingerprint.
     """
     read, arrays, replica = _open(journal, base)
-    if last is not None and not 0 <= last <= read.through:
-        expected, do = f"a round from 0 to {read.through}, the last of the journal", "choose another --round"
-        raise JournalError(explain(str(journal), expected=expected, got=str(last), do=do))
-    replica.advance(read.slice(0, last))
+    advance(replica, read, last, str(journal))
     new = {name: np.asarray(replica.theta.get(name, value)) for name, value in arrays.items()}
     return Replayed(replica.round, replica.fingerprint(), new)
 
@@ -85,6 +82,41 @@ def verify(journal: Path, base: Path) -> list[int]:
         AstrayError: A fingerprint differs; the message names its round.
     """
     read, _, replica = _open(journal, base)
+    return confirm(replica, read)
+
+
+def advance(replica: Replica, journal: Journal, last: int | None, where: str) -> None:
+    """Bring a replica of the base model to a round.
+
+    Args:
+        replica: At round 0; changed in place.
+        journal: The run's journal.
+        last: The round; None for the last one.
+        where: Names the journal in messages.
+
+    Raises:
+        JournalError: The journal has no such round.
+        AstrayError: The state differs from a fingerprint.
+    """
+    if last is not None and not 0 <= last <= journal.through:
+        expected, do = f"a round from 0 to {journal.through}, the last of the journal", "choose another --round"
+        raise JournalError(explain(where, expected=expected, got=str(last), do=do))
+    replica.advance(journal.slice(0, last))
+
+
+def confirm(replica: Replica, read: Journal) -> list[int]:
+    """Bring a replica of the base model from fingerprint to fingerprint.
+
+    Args:
+        replica: At round 0; changed in place.
+        read: The run's journal.
+
+    Returns:
+        The rounds whose fingerprint was confirmed.
+
+    Raises:
+        AstrayError: A fingerprint differs; the message names its round.
+    """
     confirmed = [record.round for record in read.records if record.fingerprint is not None]
     for last in confirmed:
         replica.advance(read.slice(replica.round, last))
@@ -95,7 +127,7 @@ def verify(journal: Path, base: Path) -> list[int]:
 def _open(journal: Path, base: Path) -> tuple[Journal, dict[str, np.ndarray], Replica]:
     read = Journal.read(journal)
     if not base.is_file():
-        do = "give --base the initial.safetensors of the run"
+        do = "give --base the initial.safetensors of the run, or the source of its language model"
         raise JournalError(explain(str(base), expected="the model before round 1", got="no file", do=do))
     arrays = load_arrays(base)
     wanted = [tensor.name for tensor in read.header.layout.tensors]

@@ -15,10 +15,12 @@ from typing import Any
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.settings_file import Scalar
 from fedapps.results.storage import Row
-from fedapps.results.summary import RunStatus, evaluations_by_round, summarise
+from fedapps.results.summary import TRAIN, RunStatus, evaluations_by_round, summarise
 from fedapps.results.tables import CompareRow, RunRow, Spread
 
-ACCURACIES = ("client-personal-test-accuracy", "test-accuracy", "validation-accuracy", "client-test-accuracy")
+ACCURACIES = (
+    "client-personal-test-accuracy", "test-accuracy", "validation-accuracy", "client-test-accuracy", "test-f1",
+)  # fmt: skip
 
 NOT_COMPARED = {"seed", "run-dir", "resume", "device", "data-dir"}
 """Settings that may differ between runs whose mean is taken."""
@@ -72,6 +74,21 @@ class Run:
         """
         evaluations = evaluations_by_round(self.rows)
         return {number: float(metrics[metric]) for number, metrics in evaluations.items() if metric in metrics}
+
+    def training_total(self, key: str, last_round: int | None = None) -> float:
+        """Add up a number over the training rounds: what evaluation costs is the observer's, not the method's.
+
+        Args:
+            key: Key of a train row, such as ``payload-up`` or ``seconds``.
+            last_round: The last round to count; None for all.
+
+        Returns:
+            The total.
+        """
+        rows = (
+            row for row in self.rows if row["phase"] == TRAIN and (last_round is None or row["round"] <= last_round)
+        )
+        return float(sum(row.get(key, 0) for row in rows))
 
     def rounds_to(self, target: float) -> int | None:
         """Give the first round whose accuracy reaches a target.
@@ -131,7 +148,6 @@ def run_table(runs: Iterable[Run], target: float | None = None) -> list[RunRow]:
 
 
 def _run_row(run: Run, target: float | None) -> RunRow:
-    totals = run.summary["totals"]
     return RunRow(
         method=run.method,
         task=run.task,
@@ -144,9 +160,9 @@ def _run_row(run: Run, target: float | None) -> RunRow:
         best=run.accuracy_at("best"),
         target=target,
         rounds_to_target=None if target is None else run.rounds_to(target),
-        payload_down=totals["payload-down"],
-        payload_up=totals["payload-up"],
-        seconds=totals["seconds"],
+        payload_down=int(run.training_total("payload-down")),
+        payload_up=int(run.training_total("payload-up")),
+        seconds=run.summary["totals"]["seconds"],
     )
 
 
@@ -167,9 +183,6 @@ def _compare_row(label: str, runs: Sequence[Run], target: float | None) -> Compa
     reached = [None if target is None else run.rounds_to(target) for run in runs]
     counted = [run.round_limit if first is None else first for run, first in zip(runs, reached, strict=True)]
 
-    def total(key: str) -> Spread:
-        return Spread.of(run.summary["totals"][key] for run in runs)
-
     return CompareRow(
         label=label,
         runs=len(runs),
@@ -179,9 +192,9 @@ def _compare_row(label: str, runs: Sequence[Run], target: float | None) -> Compa
         unreached=0 if target is None else reached.count(None),
         final=Spread.of(run.accuracy_at("final") for run in runs),
         best=Spread.of(run.accuracy_at("best") for run in runs),
-        payload_down=total("payload-down"),
-        payload_up=total("payload-up"),
-        seconds=total("seconds"),
+        payload_down=Spread.of(run.training_total("payload-down") for run in runs),
+        payload_up=Spread.of(run.training_total("payload-up") for run in runs),
+        seconds=Spread.of(run.summary["totals"]["seconds"] for run in runs),
     )
 
 

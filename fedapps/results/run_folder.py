@@ -8,9 +8,9 @@
 ``clients.jsonl``            a row an evaluation of a client: round, partition, number of examples, metrics
 ``summary.json``             status, final and best metrics, totals
 ``model.safetensors``        the final model
-``initial.safetensors``      scalar-only methods: the model before round 1
+``initial.safetensors``      scalar-only methods: the model before round 1, unless it is a published one
 ``journal.jsonl``            scalar-only methods: the aggregated scalars of every round, from which the model can be rebuilt
-``checkpoint/``              the last checkpoint, with ``checkpoint.previous/``
+``checkpoint/``              the last checkpoint, with ``checkpoint.previous/``; without tensors in scalar-only methods
 ===========================  ========================================================================================
 
 Rows of ``metrics.jsonl`` have ``round``, ``phase`` and ``seconds``, and by phase

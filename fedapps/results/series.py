@@ -10,6 +10,12 @@ import numpy as np
 from fedapps.results.report import Run
 from fedapps.results.summary import TRAIN
 
+RECORDED = (
+    "test-accuracy", "validation-accuracy", "client-personal-test-accuracy", "client-personal-validation-accuracy",
+    "client-personal-test-accuracy-worst-decile", "client-global-test-accuracy", "test-f1",
+)  # fmt: skip
+"""Metrics whose curves a record holds."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -19,7 +25,7 @@ class Series:
         rounds: Rounds.
         mean: Mean accuracy of the runs that have the round.
         std: Sample standard deviation over them; 0 for one run.
-        payload: Mean of the bytes sent so far, down and up.
+        payload: Mean of the bytes of train phases so far, down and up.
         seconds: Mean of the seconds of train phases so far.
     """
 
@@ -43,7 +49,9 @@ def accuracy_series(runs: Sequence[Run]) -> Series | None:
     for run in runs:
         curve = run.curve(run.accuracy_metric) if run.accuracy_metric else {}
         for number, accuracy in curve.items():
-            points.setdefault(number, []).append((accuracy, payload_until(run, number), seconds_until(run, number)))
+            points.setdefault(number, []).append(
+                (accuracy, payload_until(run, number), run.training_total("seconds", number))
+            )
     if not points:
         return None
     rounds = sorted(points)
@@ -62,7 +70,7 @@ def _std(values: Sequence[float]) -> float:
 
 
 def payload_until(run: Run, server_round: int) -> float:
-    """Add up the payload of a run, both ways.
+    """Add up the payload of the training rounds of a run, both ways.
 
     Args:
         run: The run.
@@ -71,22 +79,26 @@ def payload_until(run: Run, server_round: int) -> float:
     Returns:
         Bytes.
     """
-    rows = [row for row in run.rows if row["round"] <= server_round]
-    return float(sum(row.get("payload-down", 0) + row.get("payload-up", 0) for row in rows))
+    return run.training_total("payload-down", server_round) + run.training_total("payload-up", server_round)
 
 
-def seconds_until(run: Run, server_round: int) -> float:
-    """Add up the time of the train phases of a run: evaluation is the observer's cost, not the method's.
+def curves_of(run: Run) -> dict[str, list[float | None]]:
+    """Give the accuracies of a run over rounds, for a record.
 
     Args:
         run: The run.
-        server_round: The last round to count.
 
     Returns:
-        Seconds.
+        ``rounds``, ``payload`` (bytes of training until then, both ways), and each of `RECORDED` that the run has, with None
+        where a round has none.
     """
-    rows = [row for row in run.rows if row["phase"] == TRAIN and row["round"] <= server_round]
-    return float(sum(row.get("seconds", 0.0) for row in rows))
+    curves = {metric: curve for metric in RECORDED if (curve := run.curve(metric))}
+    rounds = sorted({number for curve in curves.values() for number in curve})
+    return {
+        "rounds": [*rounds],
+        "payload": [payload_until(run, number) for number in rounds],
+        **{metric: [curve.get(number) for number in rounds] for metric, curve in curves.items()},
+    }
 
 
 def train_loss(run: Run) -> dict[int, float]:

@@ -151,8 +151,8 @@ class CompareRow:
         unreached: How many runs never got there: with any, the mean is a lower bound.
         final: Accuracy at the end.
         best: Accuracy at the round that is best on validation data.
-        payload_down: Bytes to the clients.
-        payload_up: Bytes from the clients.
+        payload_down: Bytes to the clients in training rounds.
+        payload_up: Bytes from the clients in training rounds.
         seconds: Time of all phases, s.
     """
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
-from fedapps.errors import CheckpointError, RoundFailedError, explain
+from fedapps.errors import CheckpointError, RoundFailedError, TaskError, explain
 from fedapps.methods import Method, get_method
 from fedapps.records import Arrays, pack_arrays
 from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.environment import describe_environment
-from fedapps.results.ledger import Direction, Kind, message_row, sum_bytes
+from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.spread import client_statistics
 from fedapps.results.summary import RunStatus, summarise
 from fedapps.results.units import human_bytes, human_seconds
+from fedapps.server_apps.metered_grid import MeteredGrid
+from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import Settings, flatten, learning_rate
-from fedapps.strategies.exchange import GridWrapper, exchange
-from fedapps.strategies.rounds import RoundMixin
+from fedapps.strategies.exchange import exchange
 from fedapps.tasks.base import Task
 from fedapps.tasks.from_settings import load_task_of
 
@@ -34,74 +34,17 @@ if TYPE_CHECKING:
 
 logger = getLogger("flwr")
 
-MAY_CHANGE = frozenset(
-    {
-        "num-server-rounds", "run-dir", "resume", "device", "round-timeout", "node-wait", "min-replies", "on-failure",
-        "max-consecutive-failed-rounds", "fold-buffer-mb", "max-message-mb", "evaluate-every", "client-evaluation",
-        "data-dir",
-    }
-)  # fmt: skip
-"""Settings that a resume may change; any other would make another experiment."""
-
 LOGGED_METRICS = (
-    "validation-accuracy", "test-accuracy", "test-loss", "test-statistical-error", "client-personal-test-accuracy",
-    "client-global-test-accuracy", "client-personal-test-statistical-error",
+    "validation-accuracy", "test-accuracy", "validation-f1", "test-f1", "test-loss", "test-statistical-error",
+    "client-personal-test-accuracy", "client-global-test-accuracy", "client-personal-test-statistical-error",
 )  # fmt: skip
 """Metrics that the log's line of a round shows."""
 
 
-class MeteredGrid(GridWrapper):
-    """A grid that writes down every message that passes.
-
-    Args:
-        inner: The grid that does the work.
-    """
-
-    def __init__(self, inner: Grid) -> None:
-        super().__init__(inner)
-        self.server_round = 0
-        self._rows: list[tuple[int, dict[str, Any]]] = []
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
-        messages = list(messages)
-        for message in messages:
-            self._note(message, message.metadata.dst_node_id, "down")
-        return self.inner.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Receive the replies that are there."""
-        replies = list(self.inner.pull_messages(message_ids))
-        for reply in replies:
-            self._note(reply, reply.metadata.src_node_id, "up")
-        return replies
-
-    def _note(self, message: Message, node_id: int, direction: Direction) -> None:
-        row = message_row(
-            message,
-            server_round=self.server_round,
-            partition=None,
-            direction=direction,
-            kind=cast(Kind, message.metadata.message_type),
-        )
-        self._rows.append((node_id, row))
-
-    def take_rows(self, strategy: RoundMixin) -> list[dict[str, Any]]:
-        """Hand over the rows since the last call, with the partitions that the roster knows by now.
-
-        Args:
-            strategy: The strategy, for its roster.
-
-        Returns:
-            Ledger rows.
-        """
-        rows = [{**row, "partition": strategy.roster.partition_of(node_id)} for node_id, row in self._rows]
-        self._rows = []
-        return rows
-
-
 @dataclass
 class _Run:
+    """A run; `arrays` is the model, or empty for scalar-only methods, whose strategy builds it on demand."""
+
     grid: MeteredGrid
     settings: Settings
     method: Method
@@ -127,15 +70,18 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
         FedAppsError: The run failed; the summary in the folder says why.
     """
     rows: list[dict[str, Any]] = []
+    state = None
     try:
         state = _start(grid, settings, folder, rows)
         for server_round in range(state.first_round, settings.num_server_rounds + 1):
             _one_round(state, server_round)
-        folder.write_model(state.arrays)
+        folder.write_model(_model(state, settings.num_server_rounds))
     except BaseException as error:
         status = RunStatus.STOPPED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
         folder.write_summary(summarise(rows, status=status, reason=f"{type(error).__name__}: {error}"))
         logger.error("run %s: %s", status, error)
+        if state is not None and state.method.replicas:
+            _leave_model(state)
         raise
     folder.write_summary(summarise(rows, status=RunStatus.COMPLETED))
 
@@ -143,7 +89,7 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
 def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[str, Any]]) -> _Run:
     method = get_method(settings.method)
     task = load_task_of(settings)
-    checkpoint = _load_checkpoint(folder, settings, method) if settings.resume else None
+    checkpoint = load_checkpoint(folder, settings, method) if settings.resume else None
     experiment = checkpoint.experiment if checkpoint else _new_experiment(settings)
     strategy = method.load_strategy().from_settings(settings, experiment)
     flat = flatten(settings, method.group)
@@ -151,6 +97,7 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     logger.info("settings: %s", " ".join(f"{key}={value!r}" for key, value in flat.items()))
     folder.write_environment(describe_environment(device=settings.device, data_checksums=task.checksums()))
     arrays = task.initial_arrays(settings.seed)
+    _check_numbers(arrays, method)
     state = _Run(
         grid=MeteredGrid(grid), settings=settings, method=method, folder=folder, task=task, strategy=strategy,
         experiment=experiment, arrays=arrays, rows=rows, first_round=1, num_partitions=None,
@@ -164,17 +111,51 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     return state
 
 
+def _check_numbers(arrays: Arrays, method: Method) -> None:
+    """Refuse to average what is held as patterns: NumPy has no bfloat16."""
+    name = next((name for name, value in arrays.items() if value.dtype == np.uint16), None)
+    if name is not None and not method.replicas:
+        raise TaskError(
+            explain(
+                f"method '{method.name}', model tensor '{name}'",
+                expected="numbers that can be averaged, such as float32",
+                got="bfloat16",
+                do="set dtype = 'float32' in task-options, add adapters (lora-rank), or take a scalar-only method",
+            )
+        )
+
+
+def _model(state: _Run, server_round: int) -> Arrays:
+    """Give the server's model, checked; scalar-only methods build it now."""
+    if not state.method.replicas:
+        return state.arrays
+    arrays: Arrays = state.strategy.model()
+    _check_model(arrays, server_round)
+    return arrays
+
+
+def _leave_model(state: _Run) -> None:
+    """Write the model of a scalar-only run that failed: its checkpoint holds none."""
+    try:
+        state.folder.write_model(state.strategy.model())
+    except Exception as problem:
+        # The journal still leads to it, and the failure of the run is what the user must see.
+        logger.error("the model could not be written: %s", problem)
+
+
 def _open_journal(state: _Run, checkpoint: Checkpoint | None) -> None:
-    """Scalar-only methods: the journal, and the model that it starts from, lie in the run folder."""
-    if checkpoint is None:
+    """Scalar-only methods: the journal, and the model that it starts from unless it is a published one, are kept."""
+    if checkpoint is None and not state.task.first_model.published:
         state.folder.write_initial(state.arrays)
     state.strategy.open_journal(
         state.arrays,
         cast("TorchTask", state.task).trainable_names(),
-        base=state.task.name,
+        base=state.task.first_model.id,
+        revision=state.task.first_model.revision,
         path=state.folder.journal_path,
-        resumed_after=checkpoint.server_round if checkpoint else None,
+        load=lambda: state.task.initial_arrays(state.settings.seed),
     )
+    state.arrays = {}
 
 
 def _new_experiment(settings: Settings) -> str:
@@ -182,45 +163,19 @@ def _new_experiment(settings: Settings) -> str:
     return f"{settings.method}-{settings.task}-{settings.seed}-{secrets.token_hex(4)}"
 
 
-def _load_checkpoint(folder: RunFolder, settings: Settings, method: Method) -> Checkpoint:
-    checkpoint = folder.load_checkpoint()
-    before, now = folder.read_settings(), flatten(settings, method.group)
-    changed = sorted(
-        (k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in MAY_CHANGE),
-        key=lambda k: ("." in k, k),  # shared keys first: another method has other keys, too
-    )
-    if changed:
-        raise CheckpointError(
-            explain(
-                f"resume of {folder.path}",
-                expected="the settings of the run",
-                got=", ".join(f"{k} = {now.get(k)!r} where it was {before.get(k)!r}" for k in changed[:5]),
-                do="leave them as they were, or start a new run",
-            )
-        )
-    total = settings.num_server_rounds
-    if settings.lr_schedule == "cosine" and total != before["num-server-rounds"]:
-        raise CheckpointError(
-            explain(
-                f"resume of {folder.path}",
-                expected=f"num-server-rounds = {before['num-server-rounds']}, since the cosine schedule runs over it",
-                got=str(total),
-                do="keep the total, or use another schedule from the start",
-            )
-        )
-    if checkpoint.server_round >= total:
-        raise CheckpointError(
-            explain(
-                f"resume of {folder.path}",
-                expected=f"more than {checkpoint.server_round} rounds, since those are done",
-                got=f"num-server-rounds = {total} (it is the total)",
-                do="raise --rounds",
-            )
-        )
-    return checkpoint
-
-
 def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
+    if not state.method.replicas:
+        _take_back_arrays(state, checkpoint)
+    state.folder.truncate_after(checkpoint.server_round)
+    state.rows.extend(state.folder.read_metrics())
+    state.first_round = checkpoint.server_round + 1
+    state.num_partitions = checkpoint.num_partitions
+    state.strategy.load_state(checkpoint.strategy_state, checkpoint.last_folded)
+    state.strategy.load_state_arrays(checkpoint.strategy_arrays)
+    logger.info("resumed after round %d of %s", checkpoint.server_round, state.folder.path)
+
+
+def _take_back_arrays(state: _Run, checkpoint: Checkpoint) -> None:
     shapes = {name: (value.shape, value.dtype) for name, value in state.arrays.items()}
     for name, value in checkpoint.arrays.items():
         if shapes.pop(name, None) != (value.shape, value.dtype):
@@ -236,14 +191,7 @@ def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
                 do="resume with the task and model that the run was started with",
             )
         )
-    state.folder.truncate_after(checkpoint.server_round)
-    state.rows.extend(state.folder.read_metrics())
     state.arrays = {name: checkpoint.arrays[name] for name in state.arrays}
-    state.first_round = checkpoint.server_round + 1
-    state.num_partitions = checkpoint.num_partitions
-    state.strategy.load_state(checkpoint.strategy_state, checkpoint.last_folded)
-    state.strategy.load_state_arrays(checkpoint.strategy_arrays)
-    logger.info("resumed after round %d of %s", checkpoint.server_round, state.folder.path)
 
 
 def _one_round(state: _Run, server_round: int) -> None:
@@ -259,6 +207,10 @@ def _one_round(state: _Run, server_round: int) -> None:
             strategy.receive_message(reply)
         messages = strategy.take_resends()
     new = strategy.end_round()
+    if new is not None and state.method.replicas:
+        for reply in exchange(state.grid, strategy.confirmations(), settings.round_timeout):
+            strategy.receive_confirmation(reply)
+        strategy.settle()
     if new is not None:
         _check_model(new, server_round)
         state.arrays = new
@@ -352,11 +304,12 @@ def _evaluate(state: _Run, server_round: int) -> None:
     if state.settings.evaluate_every == 0:
         return
     started = time.monotonic()
-    data = state.task.server_data()
+    arrays, data = _model(state, server_round), state.task.server_data()
     metrics = {
         f"{split}-{name}": value
         for split, part in (("validation", data.validation), ("test", data.test))
-        for name, value in state.task.evaluate(state.arrays, part).items()
+        if len(part)  # a model is built for each part
+        for name, value in state.task.evaluate(arrays, part).items()
     }
     row = {"round": server_round, "phase": "evaluate", "seconds": time.monotonic() - started, **metrics}
     _write(state, row)

@@ -6,11 +6,10 @@ or in worker *processes*: never in threads, since torch's generator is global.
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedapps.methods import load_object
+from fedapps.simulation.worker_pool import worker_pool
 from fedapps.strategies.exchange import GridWrapper, exchange
 
 FIRST_NODE = 1000
@@ -92,7 +92,7 @@ class InProcessGrid(Grid):
     ) -> None:
         self._client_app = client_app
         self._tasks: dict[str, _Task] = {}
-        self._pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) if workers else None
+        self._pool = worker_pool(workers) if workers else None
         self._run = Run.create_empty(run_id=1)
         self._contexts = {
             FIRST_NODE + num_clients - 1 - partition: Context(

@@ -11,38 +11,35 @@ receives the rounds of the journal that it has not acknowledged, and answers ``t
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedapps.errors import CheckpointError, MessageError, explain
-from fedapps.records import ARRAYS, JOURNAL, NEED_FROM, REBUILT, SCALARS, SERVER_ROUND, Arrays, Reply, unpack_arrays
+from fedapps.errors import MessageError, explain
+from fedapps.records import ARRAYS, CONFIG, CONFIRM, JOURNAL, REBUILT, Arrays, Reply, pack_arrays, unpack_arrays
 from fedapps.settings import Settings
+from fedapps.strategies.kept_journal import KeptJournal
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
 from fedapps.strategies.scalar_options import ScalarOptions
+from fedapps.strategies.scalar_replies import fingerprint_of, majority, need_of, read_scalars
 from fedapps.zeroth_order.aggregate import aggregate_scalars
 from fedapps.zeroth_order.dispatch import kernel_checksum
-from fedapps.zeroth_order.errors import ScalarError
-from fedapps.zeroth_order.journal import BaseModel, Header, Journal, JournalFile, Slice
-from fedapps.zeroth_order.layout import fingerprint, layout_of
-from fedapps.zeroth_order.replica import Replica
-from fedapps.zeroth_order.scheme import Record, Scalars, Scheme, check_scalars
-from fedapps.zeroth_order.wire import pack_slice, unpack_scalars
+from fedapps.zeroth_order.journal import Slice
+from fedapps.zeroth_order.scheme import Record, Scalars, Scheme
+from fedapps.zeroth_order.wire import pack_slice
 
 
 class HiSo(RoundMixin, Strategy):
-    """The journal's keeper: it samples, aggregates scalars and keeps a replica of the model for evaluation.
+    """The journal's keeper: it samples, aggregates scalars, and builds the model only when it is asked for.
 
-    Under Flower's unmodified ``start`` the journal is in memory (`journal`), all tensors count as trainable, and
-    ``train_config`` must hold ``lr``.
+    Under Flower's unmodified ``start`` the journal is in memory, all tensors count as trainable, and ``train_config`` must
+    hold ``lr``.
 
     Args:
         options: The shared options.
@@ -50,8 +47,7 @@ class HiSo(RoundMixin, Strategy):
 
     Attributes:
         scalars: As given.
-        journal: The run's journal; None before the model is known.
-        replica: The server's replica; None before the model is known.
+        kept: The run's journal and the model that it leads to; None before the first model is known.
 
     Example:
         >>> HiSo(scalars=ScalarOptions(scheme=Scheme(7, "decomfl"), tau=2)).scalars.tau
@@ -62,16 +58,17 @@ class HiSo(RoundMixin, Strategy):
         self.set_up_rounds(options or RoundOptions(weighting="uniform"))
         self.roster.kernel = kernel_checksum()
         self.scalars = scalars or ScalarOptions(scheme=Scheme(self.options.seed))
-        self.journal: Journal | None = None
-        self.replica: Replica | None = None
-        self._file: JournalFile | None = None
+        self.kept: KeptJournal | None = None
         self._lr = 0.0
+        self._config = ConfigRecord({})
         self._scalars: dict[int, Scalars] = {}
         self._weights: dict[int, float] = {}
         self._needs: dict[int, int] = {}
         self._resends: dict[int, Message] = {}
         self._out_again: list[Message] = []
-        self._loaded: dict[str, Any] = {}
+        self._unsettled: Record | None = None
+        self._votes: dict[int, str] = {}
+        self._num_records: int | None = None
 
     @classmethod
     def from_settings(cls, settings: Settings, experiment: str) -> HiSo:
@@ -93,54 +90,51 @@ class HiSo(RoundMixin, Strategy):
         trainable: Sequence[str] | None = None,
         *,
         base: str = "model",
+        revision: str | None = None,
         path: Path | None = None,
-        resumed_after: int | None = None,
+        load: Callable[[], Arrays] | None = None,
     ) -> None:
-        """Start or go on with the journal, and make the server's replica.
+        """Start the journal, or go on with it after `load_state`.
 
         Args:
-            arrays: The model: at the start of the run, or of the checkpoint.
+            arrays: The model before round 1.
             trainable: Names of the trainable tensors, in the model's order; None for all.
-            base: Name of the model at the start.
+            base: Name of that model.
+            revision: Its revision, if it has one.
             path: Where the journal lies; None keeps it in memory.
-            resumed_after: Round of the checkpoint that the run goes on from; the file ends with it.
+            load: Loads `arrays` again, so that the server need not hold them; None holds them.
 
         Raises:
             JournalError: The file exists, or cannot be read, or is another model's.
             CheckpointError: The file is not the checkpoint's.
         """
-        theta = {name: np.array(arrays[name], order="C") for name in (arrays if trainable is None else trainable)}
-        layout, scheme = layout_of(theta), self.scalars.scheme
-        if resumed_after is None or path is None:
-            header = Header(scheme, BaseModel(base, None, fingerprint(layout, theta)), layout)
-            self._file = JournalFile.create(path, header) if path else None
-            self.journal = self._file.journal if self._file else Journal(header)
-            self.replica = Replica(scheme, theta)
-        else:
-            self._file = JournalFile.open(path)
-            self.journal = self._file.journal
-            self.journal.check_model(layout)
-            self._check_resumed(self.journal, path)
-            self.replica = Replica(scheme, theta, self._loaded["slots"] or None, round=resumed_after)
-        if self._file is not None:
-            weakref.finalize(self, self._file.close)
+        names = list(arrays) if trainable is None else trainable
+        self.kept = KeptJournal(
+            self.scalars.scheme,
+            arrays,
+            names,
+            base=base,
+            revision=revision,
+            path=path,
+            records=self._num_records,
+            load=load,
+        )
 
-    def _check_resumed(self, journal: Journal, path: Path) -> None:
-        expected = self._loaded["records"]
-        if journal.header.scheme != self.scalars.scheme or len(journal.records) != expected:
-            raise CheckpointError(
-                explain(
-                    str(path),
-                    expected=f"{expected} rounds of {self.scalars.scheme}",
-                    got=f"{len(journal.records)} of {journal.header.scheme}",
-                    do="restore the journal that belongs to the checkpoint",
-                )
-            )
-
-    def _opened(self) -> tuple[Journal, Replica]:
-        if self.journal is None or self.replica is None:
+    def _opened(self) -> KeptJournal:
+        if self.kept is None:
             raise RuntimeError("no journal yet: call open_journal first")
-        return self.journal, self.replica
+        return self.kept
+
+    def model(self) -> Arrays:
+        """Build the model after the last round, or bring the one that was built before up to date.
+
+        Returns:
+            Name -> array, read-only and changed by later rounds, in the order of the first model.
+
+        Raises:
+            AstrayError: It differs from a fingerprint of the journal.
+        """
+        return self._opened().model()
 
     # What travels ----------------------------------------------------------------------------
 
@@ -168,17 +162,17 @@ class HiSo(RoundMixin, Strategy):
             Record ``journal``: the slice in columns, the base model's fingerprint, and first step and radius of the
             next round.
         """
-        journal, _ = self._opened()
         after = self._needs.get(partition, max(self.last_folded.get(partition, 0) - 1, 0))
-        record = ConfigRecord(
-            {
-                **pack_slice(journal.slice(min(after, through), through)),
-                "base": bytes.fromhex(journal.header.base.fingerprint),
-                "next-first-step": through * self.scalars.tau,
-                "next-mu": self.mu_of(through + 1),
-            }
-        )
-        return {JOURNAL: record}
+        part = self._opened().journal.slice(min(after, through), through)
+        return {JOURNAL: ConfigRecord(self._slice_record(part))}
+
+    def _slice_record(self, part: Slice) -> dict[str, Any]:
+        return {
+            **pack_slice(part),
+            "base": bytes.fromhex(self._opened().journal.header.base.fingerprint),
+            "next-first-step": part.through * self.scalars.tau,
+            "next-mu": self.mu_of(part.through + 1),
+        }
 
     def mu_of(self, server_round: int) -> float:
         """Give the radius of a round.
@@ -212,9 +206,9 @@ class HiSo(RoundMixin, Strategy):
         if not isinstance(lr, int | float):
             do = "pass train_config=ConfigRecord({'lr': ...}) to the strategy's start"
             raise MessageError(explain("train config, entry 'lr'", expected="a number", got=repr(lr), do=do))
-        if self.journal is None:
+        if self.kept is None:
             self.open_journal(unpack_arrays(RecordDict({ARRAYS: arrays}), ARRAYS, "server"))
-        self._lr, self._resends, self._out_again = float(lr), {}, []
+        self._lr, self._config, self._resends, self._out_again = float(lr), config, {}, []
         return super().configure_train(server_round, arrays, config, grid)
 
     def receive_message(self, message: Message) -> None:
@@ -224,7 +218,7 @@ class HiSo(RoundMixin, Strategy):
             message: The reply.
         """
         partition = self._partition_of_reply(message)
-        need = None if message.has_error() else _need_of(message.content)
+        need = None if message.has_error() else need_of(message.content)
         if partition is None or need is None or partition in self._resends:
             super().receive_message(message)
             return
@@ -254,9 +248,8 @@ class HiSo(RoundMixin, Strategy):
         """Start a round.
 
         Args:
-            arrays: The server's model, by name.
+            arrays: Not used: the model is what the journal leads to.
         """
-        self._model = arrays
         self._scalars, self._weights = {}, {}
 
     def fold(self, reply: Reply) -> None:
@@ -268,67 +261,92 @@ class HiSo(RoundMixin, Strategy):
         Raises:
             MessageError: They are missing, malformed, not finite, of another round, or measured on another replica.
         """
-        record = reply.content.get(SCALARS)
-        if not isinstance(record, ConfigRecord) or not isinstance(record.get("values"), bytes):
-            need = _need_of(reply.content)
-            got = ", ".join(reply.content) if need is None else f"that it lacks the journal from round {need}"
-            do = "use fedapps.client_apps.zeroth_order.train"
-            raise MessageError(explain(reply.where, expected=f"'values' in record '{SCALARS}'", got=got, do=do))
-        server_round = self.report.server_round
-        if record.get(SERVER_ROUND) != server_round:
-            got, do = f"round {record.get(SERVER_ROUND)!r}", "answer the last message only"
-            raise MessageError(explain(reply.where, expected=f"scalars of round {server_round}", got=got, do=do))
-        self._check_fingerprint(reply, record)
-        self._scalars[reply.partition] = self._read(reply, record)
+        scalars = read_scalars(reply, self.report.server_round, (self.scalars.tau, self.scalars.num_probes))
+        self._check_fingerprint(reply)
+        self._scalars[reply.partition] = scalars
         self._weights[reply.partition] = self.options.weight(reply.num_examples)
         self._needs.pop(reply.partition, None)
 
-    def _read(self, reply: Reply, record: ConfigRecord) -> Scalars:
-        shape = (self.scalars.tau, self.scalars.num_probes)
-        try:
-            scalars = unpack_scalars(bytes(record["values"]), shape[1])  # type: ignore[arg-type]  # checked in fold
-            check_scalars(scalars, where=reply.where, shape=shape)
-        except ScalarError as problem:
-            raise MessageError(str(problem)) from problem
-        except ValueError as problem:
-            expected, do = f"{shape[0]} rows of {shape[1]} scalars", "send one scalar a step and probe"
-            raise MessageError(explain(reply.where, expected=expected, got=str(problem), do=do)) from problem
-        return scalars
-
-    def _check_fingerprint(self, reply: Reply, record: ConfigRecord) -> None:
-        """Refuse scalars of a replica that went astray; the server's own state is before the round."""
-        journal, _ = self._opened()
-        expected = journal.records[-1].fingerprint if journal.records else None
-        found = record.get("fingerprint")
-        if isinstance(found, bytes) and expected is not None and found.hex() != expected:
+    def _check_fingerprint(self, reply: Reply) -> None:
+        """Refuse scalars of a replica that went astray; the journal's last state is the one before the round."""
+        records = self._opened().journal.records
+        expected, found = records[-1].fingerprint if records else None, fingerprint_of(reply.content)
+        if None not in (expected, found) and found != expected:
             do = "the client rebuilds its replica at its next message"
             where = f"{reply.where}, fingerprint"
-            raise MessageError(explain(where, expected=expected[:16], got=found.hex()[:16], do=do))
+            raise MessageError(explain(where, expected=str(expected)[:16], got=str(found)[:16], do=do))
 
     def finish(self) -> Arrays:
-        """Aggregate, apply to the server's replica, and write the round into the journal.
+        """Aggregate; the round is written into the journal by `settle`.
 
         Returns:
-            The new model, by name, in the order of the old one.
+            No array: `model` builds them.
         """
-        journal, replica = self._opened()
         options, server_round = self.scalars, self.report.server_round
         G = aggregate_scalars(
             self._scalars, rule=options.aggregation, weights=self._weights, trim=options.trim, clip=options.clip
         )
-        record = Record(
+        self._unsettled = Record(
             server_round, (server_round - 1) * options.tau, self._lr, self.mu_of(server_round), options.nu,
             options.eps, G, len(self._scalars), momentum=options.momentum,
         )  # fmt: skip
-        replica.advance(Slice(replica.round, server_round, (record,)), verify=False)
-        if options.fingerprint_every and server_round % options.fingerprint_every == 0:
-            record = replace(record, fingerprint=replica.fingerprint())
-        (self._file or journal).append(record)
-        self._scalars = {}
-        return {
-            name: np.array(replica.theta[name]) if name in replica.theta else value
-            for name, value in self._model.items()
-        }
+        self._scalars, self._votes = {}, {}
+        return {}
+
+    def confirmations(self) -> list[Message]:
+        """Ask the clients of an ended round which state it leads to, where a fingerprint is due.
+
+        They apply the round, which they would do anyway, and answer with the fingerprint of their replicas.
+
+        Returns:
+            A message for each client whose scalars were folded; none where no fingerprint is due.
+        """
+        record = self._unsettled
+        if record is None or not self.scalars.fingerprint_due(record.round):
+            return []
+        part = Slice(record.round - 1, record.round, (record,))
+        journal = ConfigRecord({**self._slice_record(part), CONFIRM: True})
+        for partition in self.report.folded:
+            config = self._client_config(record.round, partition, self._config)
+            content = RecordDict({ARRAYS: ArrayRecord({}), CONFIG: config, JOURNAL: journal})
+            self._messages[partition] = Message(
+                content,
+                dst_node_id=self.roster.node_of[partition],
+                message_type=MessageType.TRAIN,
+                group_id=str(record.round),
+                ttl=self.options.round_timeout + 60.0,
+            )
+        return list(self._messages.values())
+
+    def receive_confirmation(self, message: Message) -> None:
+        """Take a client's answer to `confirmations`; one that failed has no vote.
+
+        Args:
+            message: The reply.
+        """
+        partition = self._partition_of_reply(message)
+        found = None if message.has_error() else fingerprint_of(message.content)
+        if partition is not None and found is not None:
+            self._votes[partition] = found
+
+    def settle(self) -> None:
+        """Write the ended round into the journal, with the fingerprint on which clients and server mostly agree."""
+        record, kept = self._unsettled, self._opened()
+        if record is None:
+            return
+        self._unsettled, self._messages = None, {}
+        if self.scalars.fingerprint_due(record.round):
+            own = kept.fingerprint_after(record)
+            agreed = majority([*self._votes.values(), *([own] if own else [])])
+            record = replace(record, fingerprint=agreed)
+            for partition, found in self._votes.items():
+                if found != agreed:
+                    self.note(f"client {partition}: its replica went astray and is built again at its next message")
+            if own not in (None, agreed):
+                self.note("the server's replica went astray and is built again")
+                self.report.values["rebuilt"] += 1
+                kept.replica = None
+        kept.append(record)
 
     def end_round(self) -> Arrays | None:
         """End the round, as `RoundMixin` does, and count what had to be sent or built again.
@@ -344,33 +362,28 @@ class HiSo(RoundMixin, Strategy):
         self.report.values |= {"rebuilt": rebuilt, "resent": len(self._resends)}
         return arrays
 
-    # Resume ----------------------------------------------------------------------------------
-
-    def state_arrays(self) -> Arrays:
-        """Give the state of the update rule."""
-        _, replica = self._opened()
-        return {
-            f"{slot}/{name}": np.asarray(value)
-            for slot, tensors in replica.state.items()
-            for name, value in tensors.items()
-        }
-
-    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take back the state of the update rule.
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Fold all replies of a round, as `RoundMixin` does, and build the model, which Flower's own loop goes on with.
 
         Args:
-            arrays: What `state_arrays` gave.
+            server_round: The round.
+            replies: The replies, in any order.
+
+        Returns:
+            The new model and the mean train metrics, or None twice if the round is below the quorum.
         """
-        slots: dict[str, dict[str, np.ndarray]] = {}
-        for key, value in arrays.items():
-            slot, _, name = key.partition("/")
-            slots.setdefault(slot, {})[name] = np.array(value, order="C")
-        self._loaded["slots"] = slots
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.settle()
+        return (None if arrays is None else pack_arrays(self.model())), metrics
+
+    # Resume ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Give the plain state that a checkpoint keeps beside `state_arrays`."""
+        """Give the plain state that a checkpoint keeps beside the journal."""
         needs = {str(partition): need for partition, need in self._needs.items()}
-        return {**super().state(), "records": len(self._opened()[0].records), "needs": needs}
+        return {**super().state(), "records": len(self._opened().journal.records), "needs": needs}
 
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         """Take back the plain state of a checkpoint.
@@ -380,12 +393,5 @@ class HiSo(RoundMixin, Strategy):
             last_folded: Partition -> round of its last folded reply.
         """
         super().load_state(state, last_folded)
-        self._loaded["records"] = int(state["records"])
+        self._num_records = int(state["records"])
         self._needs = {int(partition): int(need) for partition, need in state["needs"].items()}
-
-
-def _need_of(content: RecordDict) -> int | None:
-    """Read from which round a client asks for the journal."""
-    record = content.get(SCALARS)
-    need = record.get(NEED_FROM) if isinstance(record, ConfigRecord) else None
-    return need if isinstance(need, int) and need >= 0 else None

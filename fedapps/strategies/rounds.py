@@ -54,7 +54,7 @@ class RoundReport:
         server_round: The round.
         sampled: Partitions that were asked.
         folded: Partitions whose reply was folded.
-        refused: Partition -> why its reply was not folded.
+        refused: Partition -> why its reply was not folded, or, in a second exchange of the round, does not count.
         num_examples: Partition -> examples of each folded reply.
         metrics: Partition -> metrics of each folded reply.
         accepted: False if the round was below the quorum and changed nothing.
@@ -292,10 +292,9 @@ class RoundMixin:
         """
         if self._order is None:
             raise RoundFailedError("end_round without begin_round: call begin_round first")
-        for partition in self._order.missing:
-            self.receive(partition, None, f"no reply within {self.options.round_timeout:g} s")
+        self._give_up_waiting()
         self._close()
-        if len(self.report.folded) < self.options.min_replies:
+        if self._num_valid() < self.options.min_replies:
             self._note_failed_round()
             return None
         arrays = self.finish()
@@ -303,6 +302,18 @@ class RoundMixin:
         self.report.accepted = True
         self.last_folded |= dict.fromkeys(self.report.folded, self.report.server_round)
         return arrays
+
+    def _awaited(self) -> list[int]:
+        """List the partitions whose reply is still out."""
+        return [] if self._order is None else self._order.missing
+
+    def _give_up_waiting(self) -> None:
+        for partition in self._awaited():
+            self.receive(partition, None, f"no reply within {self.options.round_timeout:g} s")
+
+    def _num_valid(self) -> int:
+        """Count the replies that make up the quorum."""
+        return len(self.report.folded)
 
     def _close(self) -> None:
         if self._order is not None:
@@ -315,7 +326,7 @@ class RoundMixin:
         reasons = "; ".join(f"client {p}: {_last_line(reason)}" for p, reason in self.report.refused.items())
         problem = (
             f"round {self.report.server_round}: expected at least {self.options.min_replies} valid replies, got "
-            f"{len(self.report.folded)} of {len(self.report.sampled)} ({reasons}); the model is unchanged"
+            f"{self._num_valid()} of {len(self.report.sampled)} ({reasons}); the model is unchanged"
         )
         logger.error("%s", problem)
         if self.failed_in_a_row >= self.options.max_consecutive_failed_rounds:

@@ -52,6 +52,17 @@ class ScalarOptions:
         if self.tau < 1 or self.num_probes < 1:
             raise ValueError(f"tau and num_probes: expected at least 1, got {self.tau} and {self.num_probes}")
 
+    def fingerprint_due(self, server_round: int) -> bool:
+        """Say whether the journal is to hold a fingerprint of the state after a round.
+
+        Args:
+            server_round: The round, from 1.
+
+        Returns:
+            Whether it is.
+        """
+        return self.fingerprint_every > 0 and server_round % self.fingerprint_every == 0
+
     @classmethod
     def from_settings(cls, settings: Settings) -> ScalarOptions:
         """Take the options from the settings of a run.

@@ -32,6 +32,7 @@ __all__ = [
     "list_tasks",
     "load_task",
     "task_class",
+    "task_group",
     "task_kind",
 ]
 
@@ -48,6 +49,7 @@ class TaskInfo:
         source: Where the data comes from, and how it gets here.
         licence: Licence of the data, as stated.
         download: Whether the user must fetch a file first.
+        group: Tasks that share tuned settings; ``""`` if the task shares them with all of its kind only.
     """
 
     name: str
@@ -57,6 +59,7 @@ class TaskInfo:
     source: str
     licence: str
     download: bool
+    group: str = ""
 
 
 TASKS: tuple[TaskInfo, ...] = (
@@ -104,6 +107,76 @@ TASKS: tuple[TaskInfo, ...] = (
         source="Krizhevsky 2009: cifar100_subset.npz in the data folder, or all of it downloaded by torchvision",
         licence="none stated; the authors ask to be cited",
         download=False,
+    ),
+    TaskInfo(
+        name="sst2",
+        target="fedapps.tasks.language.task:Sst2Task",
+        kind=TaskKind.TORCH,
+        about="film reviews, 67,349 sentences in 2 classes (sentiment), answered by a language model",
+        source="SST-2 (GLUE): sst2/train.tsv, dev.tsv in the data folder, or nyu-mll/glue of the hub",
+        licence="none stated by GLUE / SST",
+        download=False,
+        group="language",
+    ),
+    TaskInfo(
+        name="qqp",
+        target="fedapps.tasks.language.task:QqpTask",
+        kind=TaskKind.TORCH,
+        about="pairs of questions in 2 classes (asking the same or not), answered by a language model",
+        source="Quora Question Pairs: qqp/train.jsonl, dev.jsonl in the data folder, or nyu-mll/glue of the hub",
+        licence="Quora terms of service (non-commercial use)",
+        download=False,
+        group="language",
+    ),
+    TaskInfo(
+        name="rte",
+        target="fedapps.tasks.language.task:RteTask",
+        kind=TaskKind.TORCH,
+        about="pairs of texts, 2,490 in 2 classes (entailment or not), answered by a language model",
+        source="RTE (GLUE): rte/train.jsonl, dev.jsonl in the data folder, or nyu-mll/glue of the hub",
+        licence="none stated by GLUE",
+        download=False,
+        group="language",
+    ),
+    TaskInfo(
+        name="cb",
+        target="fedapps.tasks.language.task:CbTask",
+        kind=TaskKind.TORCH,
+        about="pairs of texts, 250 in 3 classes (entailment, contradiction, neither), answered by a language model",
+        source="CommitmentBank (SuperGLUE): superglue_small/cb_*.jsonl in the data folder, or aps/super_glue of the hub",
+        licence="none stated (research use)",
+        download=False,
+        group="language",
+    ),
+    TaskInfo(
+        name="boolq",
+        target="fedapps.tasks.language.task:BoolqTask",
+        kind=TaskKind.TORCH,
+        about="yes-or-no questions about a passage, answered by a language model",
+        source="BoolQ (SuperGLUE): superglue_small/boolq_*.jsonl in the data folder, or aps/super_glue of the hub",
+        licence="CC BY-SA 3.0",
+        download=False,
+        group="language",
+    ),
+    TaskInfo(
+        name="wic",
+        target="fedapps.tasks.language.task:WicTask",
+        kind=TaskKind.TORCH,
+        about="a word in two sentences, 2 classes (same sense or not), answered by a language model",
+        source="WiC (SuperGLUE): superglue_small/wic_*.jsonl in the data folder, or aps/super_glue of the hub",
+        licence="CC BY-NC 4.0",
+        download=False,
+        group="language",
+    ),
+    TaskInfo(
+        name="squad",
+        target="fedapps.tasks.language.squad:SquadTask",
+        kind=TaskKind.TORCH,
+        about="questions about a passage, answered by a language model in its own words (F1 and exact match)",
+        source="SQuAD v1.1: squad/train_subset.jsonl, dev_subset.jsonl in the data folder, or rajpurkar/squad of the hub",
+        licence="CC BY-SA 4.0",
+        download=False,
+        group="language",
     ),
     TaskInfo(
         name="a9a",
@@ -181,6 +254,18 @@ def task_kind(name: str) -> TaskKind:
         TaskError: There is no such task.
     """
     return next((row.kind for row in TASKS if row.name == name), None) or task_class(name).kind
+
+
+def task_group(name: str) -> str:
+    """Tell which tasks a task shares tuned settings with.
+
+    Args:
+        name: A name, or ``my_pkg.my_mod:MyTask``.
+
+    Returns:
+        Their group; ``""`` if there is none.
+    """
+    return next((row.group for row in TASKS if row.name == name), "")
 
 
 def task_class(name: str) -> type[Task]:

@@ -181,6 +181,21 @@ class ServerData:
     test: Data
 
 
+@dataclass(frozen=True)
+class FirstModel:
+    """Which model training starts from.
+
+    Attributes:
+        id: What it is called: a task, or the source of a language model.
+        revision: Of the hub, a checksum of a file, or None.
+        published: Whether everybody can get these very weights by id and revision, so that a run need not keep them.
+    """
+
+    id: str
+    revision: str | None = None
+    published: bool = False
+
+
 class Task(ABC):
     """Model, loss, data and metrics of one learning problem.
 
@@ -215,6 +230,11 @@ class Task(ABC):
             Key -> option, those of base classes first; a class may change the default of a base's key.
         """
         return {key: option for base in reversed(cls.__mro__) for key, option in vars(base).get("OPTIONS", {}).items()}
+
+    @property
+    def first_model(self) -> FirstModel:
+        """The model that training starts from, as a journal names it: by the task, unless it comes from elsewhere."""
+        return FirstModel(self.name)
 
     @abstractmethod
     def load(self) -> tuple[Data, Data]:

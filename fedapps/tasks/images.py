@@ -30,6 +30,7 @@ from fedapps.tasks.compressed import find_compressed
 from fedapps.tasks.image_files import checked_images, read_idx_pair, read_npz
 from fedapps.tasks.image_models import resnet18_groupnorm, simple_cnn
 from fedapps.tasks.options import Option
+from fedapps.tasks.splits import Purpose, hold_out, stream
 from fedapps.tasks.torch_task import TorchTask
 
 CROP_PADDING = 4
@@ -39,6 +40,11 @@ CROP_PADDING = 4
 class ImageTask(TorchTask):
     """Classify small images; what the tasks of this module share."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "train-examples": Option(
+            0, "size of the training pool, drawn by the run's seed, classes in proportion; 0 = all"
+        ),
+    }
     FOLDER: ClassVar[str]
     """Sub-folder of the data folder."""
 
@@ -79,9 +85,11 @@ class ImageTask(TorchTask):
             Training pool and test set; inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64.
 
         Raises:
-            TaskError: A file is missing or malformed, or the download fails.
+            TaskError: A file is missing or malformed, the download fails, or there are fewer images than the option
+                ``train-examples`` asks for.
         """
-        return self.read(self._files) if self._files else self._load_with_torchvision()
+        train, test = self.read(self._files) if self._files else self._load_with_torchvision()
+        return self._some_of(train), test
 
     def checksums(self) -> dict[str, str]:
         """Identify the data, for the record of a run.
@@ -118,6 +126,23 @@ class ImageTask(TorchTask):
         mean, deviation = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (self.MEAN, self.DEVIATION))
         pixels = torch.tensor(data.inputs, device=device).float()
         return (pixels / 255 - mean) / deviation, torch.tensor(data.targets, device=device)
+
+    def _some_of(self, train: Data) -> Data:
+        """Draw as many examples as the option ``train-examples`` says, and leave the others unused."""
+        wanted = self.options["train-examples"]
+        if not 0 <= wanted <= len(train):
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', option 'train-examples'",
+                    expected=f"0 (all) to {len(train)}, the training images that there are",
+                    got=str(wanted),
+                    do="change it in task-options",
+                )
+            )
+        if wanted in (0, len(train)):
+            return train
+        _, drawn = hold_out(train.targets, wanted / len(train), stream(Purpose.SUBSET, self.config.seed))
+        return train.take(drawn)
 
     @cached_property
     def _files(self) -> dict[str, Path]:

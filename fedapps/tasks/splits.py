@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     """Cutting a client's own test and validation examples from its share."""
     TEST_SET = 4
     """Cutting the test set from data that comes without one."""
+    SUBSET = 5
+    """Drawing the training pool from more data than is asked for."""
 
 
 def stream(purpose: Purpose, seed: int, *identity: int) -> np.random.Generator:

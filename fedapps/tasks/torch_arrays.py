@@ -2,7 +2,8 @@
 
 What travels, in this order: the trainable parameters by their `named_parameters` name (a tied one once, under its first
 name), then the persistent buffers by their `named_buffers` name. Frozen parameters and non-persistent buffers stay
-where they are. Shapes and dtypes are kept, also of 0-dimensional integer buffers.
+where they are. Shapes and dtypes are kept, also of 0-dimensional integer buffers; bfloat16, which NumPy lacks, is an array
+of its 16-bit patterns (uint16).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def module_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
         Name -> array of the tensor's shape and dtype: trainable parameters, then persistent buffers.
 
     Raises:
-        TaskError: A tensor has a dtype that NumPy lacks, such as bfloat16.
+        TaskError: A tensor has a dtype that NumPy lacks, such as float8; bfloat16 is allowed.
     """
     return {name: _array(name, tensor) for name, tensor in _travelling(model).items()}
 
@@ -99,7 +100,9 @@ def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]
     with torch.no_grad():
         for name, tensor in tensors.items():
             # A copy, since torch cannot wrap read-only memory.
-            tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+            values = torch.from_numpy(np.array(arrays[name]))
+            is_pattern = tensor.dtype == torch.bfloat16 and values.dtype == torch.uint16
+            tensor.copy_(values.view(torch.bfloat16) if is_pattern else values)
 
 
 def _travelling(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -111,11 +114,13 @@ def _travelling(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _array(name: str, tensor: torch.Tensor) -> NDArray[Any]:
-    if tensor.dtype not in ARRAY_DTYPES:
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.detach().view(torch.uint16)
+    elif tensor.dtype not in ARRAY_DTYPES:
         raise TaskError(
             explain(
                 f"tensor '{name}'",
-                expected="a dtype that NumPy has (float64, float32, float16, an integer or bool)",
+                expected="a dtype that NumPy has (float64, float32, float16, an integer or bool), or bfloat16",
                 got=str(tensor.dtype),
                 do="build the model in float32",
             )

@@ -52,6 +52,7 @@ from torch.nn import functional
 
 from fedapps.errors import TaskError, explain
 from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
+from fedapps.tasks.splits import Indices
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
 
 EVALUATION_BATCH = 256
@@ -183,6 +184,19 @@ class TorchTask(Task):
         load_module_arrays(model, arrays)
         return model.to(device)
 
+    def initial_module(self, device: str = "cpu") -> torch.nn.Module:
+        """Build the model that training starts from, once: what `module` gives for `initial_arrays`, without copies.
+
+        Args:
+            device: Where to put the model.
+
+        Returns:
+            The model, in training mode.
+        """
+        if type(self).initial_arrays is not TorchTask.initial_arrays:
+            return self.module(self.initial_arrays(self.config.seed), device)
+        return self._build(self.config.seed).to(device)
+
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """Turn examples into tensors: integers as int64, floating numbers as float32.
 
@@ -209,7 +223,7 @@ class TorchTask(Task):
         return self.evaluate_module(self.module(arrays, device), data)
 
     def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:
-        """Measure a module in evaluation mode, without gradients, batch by batch in order.
+        """Measure a module in evaluation mode, without gradients, batch by batch.
 
         Args:
             model: The model; every submodule's training mode is restored afterwards.
@@ -222,12 +236,24 @@ class TorchTask(Task):
         device = "cpu" if first is None else str(first.device)
         totals: dict[str, float] = {}
         with evaluation_mode(model), torch.no_grad():
-            for start in range(0, len(data), EVALUATION_BATCH):
-                batch = data.take(np.arange(start, min(start + EVALUATION_BATCH, len(data))))
+            for indices in self.evaluation_batches(data):
+                batch = data.take(indices)
                 for name, mean in self.metrics(model, *self.tensors(batch, device)).items():
                     # The last batch may be smaller: weigh by examples, not by batches.
                     totals[name] = totals.get(name, 0.0) + float(mean) * len(batch)
         return {name: total / len(data) for name, total in totals.items()}
+
+    def evaluation_batches(self, data: Data) -> Iterator[Indices]:
+        """Say which examples an evaluation takes together: `EVALUATION_BATCH` at a time, in order.
+
+        Args:
+            data: The examples.
+
+        Yields:
+            Indices of a batch; together every index once.
+        """
+        for start in range(0, len(data), EVALUATION_BATCH):
+            yield np.arange(start, min(start + EVALUATION_BATCH, len(data)))
 
     def _build(self, seed: int) -> torch.nn.Module:
         # devices=[] and the CPU's own generator: models are built on the CPU, and a GPU's generator is left alone.

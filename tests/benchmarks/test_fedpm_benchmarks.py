@@ -53,3 +53,11 @@ def test_memory(tmp_path: Path) -> None:
         (order, count) for order in ("in order", "reversed", "shuffled", "partition 0 last") for count in (2, 5)
     ]
     assert all(row["peak-bytes"] > 1e6 for row in record["rows"])
+
+
+def test_refresh(tmp_path: Path) -> None:
+    record = smoke("fedpm_refresh", tmp_path)
+    assert [(row["refresh"], row["seed"], row["status"]) for row in record["runs"]] == [
+        (1, 3, "completed"), (10, 3, "completed")
+    ]  # fmt: skip
+    assert record["difference"] == record["accuracy"]["10"]["mean"] - record["accuracy"]["1"]["mean"]

@@ -384,17 +384,18 @@ def test_every_tile_takes_its_own_step_and_travels(
 
 @pytest.mark.parametrize("through_rows", [True, False], ids=["through the rows", "through the matrix"])
 def test_both_ways_to_divide_take_the_same_steps(through_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ``P`` from 4 rows of width 41, kept for the next step, whose gradient has other rows and a weight decay."""
+    """A ``P`` from 4 rows of width 41, kept in the last step, whose gradient has other rows and a weight decay."""
     monkeypatch.setattr("fedapps.curvature.foof.cheaper_through_rows", lambda *a: through_rows)
     torch.manual_seed(0)
     layer = nn.Linear(40, 3, dtype=torch.float64)
-    data = [make_data(4, 40, 3, seed, torch.float64) for seed in range(2)]
+    data = [make_data(4, 40, 3, seed, torch.float64) for seed in range(4)]
     W = to_matrix(
         {n: p.detach().numpy().copy() for n, p in layer.named_parameters()}, layers.model_layout(layer).blocks[0]
     )
     rows = [np.c_[x.numpy(), np.ones(4)] for x, _ in data]
-    P = rows[0].T @ rows[0] / 4 + 0.2 * np.eye(41)
-    for a, (_, y) in zip(rows, data, strict=True):
+    for step, (a, (_, y)) in enumerate(zip(rows, data, strict=True)):
+        if step < 3:
+            P = a.T @ a / 4 + 0.2 * np.eye(41)
         W = W - 0.1 * ((W @ a.T - y.numpy().T) @ a / 4 + 0.05 * W) @ np.linalg.inv(P)
     with FoofPreconditioner(layer, damping=0.2, refresh=2) as foof:
         for x, y in data:
@@ -417,6 +418,33 @@ def test_a_block_is_kept_for_the_steps_of_a_refresh() -> None:
     np.testing.assert_allclose(curvature(foof, 0.5), 0.49 * (0.49 * first + 0.51 * third) + 0.51 * fifth, atol=1e-5)
     foof = train(nn.Linear(3, 2), batches[:4], lr=0.01, damping=0.5, refresh=2)
     np.testing.assert_allclose(curvature(foof, 0.5), third, atol=1e-5)
+
+
+def test_a_layer_with_few_rows_is_estimated_at_every_step_of_the_first_refresh() -> None:
+    """Three rows, width 4, at refresh 3: blocks of the batches 0, 1, 2, then 3 and not 4; each counts 0.3 at its step."""
+    batches = [make_data(3, 3, 2, seed) for seed in range(5)]
+    foof = train(nn.Linear(3, 2), batches, lr=0.01, damping=0.5, refresh=3, estimate=Estimate.AVERAGE, decay=0.7)
+    expected = covariance64(batches[0][0])
+    for x, _ in batches[1:4]:
+        expected = 0.7 * expected + 0.3 * covariance64(x)
+    np.testing.assert_allclose(curvature(foof, 0.5), expected, atol=1e-5)
+
+
+def test_a_small_second_batch_does_not_throw_a_wide_layer() -> None:
+    """Two rows after eight, width 21: along a row that is new, the step is that of its own block, not that of the damping."""
+    first, second = make_data(8, 20, 1, 0), make_data(2, 20, 1, 1)
+    moves = []
+    for refresh in (1, 10):
+        torch.manual_seed(0)
+        layer = nn.Linear(20, 1)
+        with FoofPreconditioner(layer, damping=0.01, refresh=refresh, estimate=Estimate.AVERAGE) as foof:
+            for x, y in (first, second):
+                before = layer.weight.detach().clone()
+                layer.zero_grad()
+                square_loss(layer(x), y).backward()
+                foof.step(0.1)
+        moves.append(float((layer.weight.detach() - before).norm()))
+    assert moves[0] == moves[1]
 
 
 def test_a_layer_that_joins_between_refreshes_is_estimated_at_once() -> None:

@@ -18,7 +18,17 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from fedapps.results.plots import COLORS, Look, choose_looks, is_wide, plot_compare, plot_distance, plot_run
+from fedapps.results.plots import (
+    COLORS,
+    Look,
+    Over,
+    choose_looks,
+    is_wide,
+    plot_compare,
+    plot_comparisons,
+    plot_distance,
+    plot_run,
+)
 
 MakeRun = Callable[..., Run]
 
@@ -96,7 +106,7 @@ def test_methods_are_compared_over_rounds_bytes_and_seconds(
     (figure,) = drawn
     rounds, payload, seconds_axis = figure.axes
     assert (rounds.get_xlabel(), rounds.get_ylabel()) == ("round", "test accuracy")
-    assert payload.get_xlabel() == "payload down + up, all clients [MB]"
+    assert payload.get_xlabel() == "payload of training, down + up, all clients [MB]"
     assert seconds_axis.get_xlabel() == "time in training rounds [s]"
     expected = np.mean([curve(20, 0.6 * (1 + 0.1 * seed)) for seed in range(3)], axis=0)
     for axis in figure.axes:
@@ -126,11 +136,40 @@ def test_bytes_that_differ_by_orders_of_magnitude_get_a_logarithmic_axis(
     rounds, payload, _ = figure.axes
     assert [axis.get_xscale() for axis in figure.axes] == ["linear", "log", "linear"]
     np.testing.assert_array_equal(np.isnan(payload.lines[0].get_xdata()), [True] + [False] * 5)
-    assert payload.get_xlabel() == "payload down + up, all clients"
+    assert payload.get_xlabel() == "payload of training, down + up, all clients"
     assert payload.xaxis.get_major_formatter()(10**7, 0) == "10 MB"
     assert not np.isnan(rounds.lines[0].get_xdata()).any()
     assert "fedavg (lr=0.1, local-epochs=1) (1 not completed)" in legend(figure)
     assert_picture(tmp_path / "compare.png", figure)
+
+
+def test_a_method_that_sends_no_model_is_a_level_over_bytes(
+    make_run: MakeRun, tmp_path: Path, drawn: list[Figure]
+) -> None:
+    """Its few bytes of metrics do not make the axis logarithmic."""
+    runs = [make_run(curve(5, 0.6), method="fedclup"), make_run(curve(5, 0.4), method="localtrain", down=3, up=2)]
+    plot_compare(runs, tmp_path / "compare.png")
+    rounds, payload, _ = drawn[0].axes
+    assert payload.get_xscale() == "linear"
+    assert len(rounds.lines) == len(payload.lines) == 2
+    np.testing.assert_array_equal(payload.lines[1].get_ydata(), [curve(5, 0.4)[-1]] * 2)
+    np.testing.assert_array_equal(payload.lines[1].get_xdata(), [0, 1])
+    assert payload.lines[1].get_color() == rounds.lines[1].get_color()
+    assert legend(drawn[0]) == ["fedclup", "localtrain"]
+
+
+def test_several_comparisons_have_a_row_each(make_run: MakeRun, tmp_path: Path, drawn: list[Figure]) -> None:
+    easy = [make_run(curve(5, 0.6), method=method) for method in ("fedclup", "ditto")]
+    hard = [make_run(curve(5, 0.2), method="fedclup", alpha=0.1)]
+    panels = {"easy": easy, "hard": hard}
+    plot_comparisons(panels, tmp_path / "rows.png", over=(Over.ROUNDS, Over.SECONDS), least=0.5)
+    (figure,) = drawn
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["easy", "", "hard", ""]
+    assert [len(axis.lines) for axis in figure.axes] == [2, 2, 1, 1]
+    assert [axis.get_xlabel() for axis in figure.axes] == ["round", "time in training rounds [s]"] * 2
+    assert {axis.get_ylim() for axis in figure.axes} == {(0.5, 1.0)}
+    assert legend(figure) == ["fedclup", "ditto"]
+    assert_picture(tmp_path / "rows.png", figure)
 
 
 def test_a_single_run_can_be_compared_too(make_run: MakeRun, tmp_path: Path, drawn: list[Figure]) -> None:

@@ -159,3 +159,11 @@ def test_runs_are_grouped_by_everything_but_the_seed(make_run: MakeRun) -> None:
 
 def test_several_tasks_are_told_apart(make_run: MakeRun) -> None:
     assert list(group_runs([make_run(FAST), make_run(SLOW, task="a9a", lr=1.0)])) == ["fedpm on digits", "fedpm on a9a"]
+
+
+def test_tables_count_the_bytes_of_training_rounds_only(make_run: MakeRun) -> None:
+    run = make_run(FAST, down=100, up=300)
+    asked = {"round": 1, "phase": "client-evaluate", "seconds": 9.0, "payload-down": 7, "payload-up": 1}
+    run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
+    (row,), (compared,) = run_table([run]), compare_table([run])
+    assert (row.payload_down, row.payload_up) == (compared.payload_down.mean, compared.payload_up.mean) == (300, 900)

@@ -3,9 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from fedapps.results.report import Run
-from fedapps.results.series import accuracy_series, payload_until, seconds_until, train_loss
+from fedapps.results.series import accuracy_series, curves_of, payload_until, train_loss
 
 MakeRun = Callable[..., Run]
 
@@ -39,10 +40,24 @@ def test_runs_without_accuracy_have_no_series(make_run: MakeRun) -> None:
     assert accuracy_series([bare, run]) is not None
 
 
-def test_bytes_count_every_phase_and_seconds_only_training(make_run: MakeRun) -> None:
+def test_only_training_counts(make_run: MakeRun) -> None:
+    """How often one looks is no part of a method: evaluation on clients moves bytes too."""
     run = make_run([0.1, 0.5, 0.9], down=100, up=300, seconds=2.0)
     asked = {"round": 1, "phase": "client-evaluate", "seconds": 9.0, "payload-down": 7, "payload-up": 1}
     run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
-    assert payload_until(run, 1) == 408
-    assert seconds_until(run, 1) == 2.0
+    assert payload_until(run, 1) == 400
+    series = accuracy_series([run])
+    assert series is not None
+    np.testing.assert_array_equal(series.seconds, [0, 2, 4])
     assert list(train_loss(run)) == [1, 2]
+
+
+def test_a_record_holds_the_curves_that_there_are(make_run: MakeRun) -> None:
+    """The clients of the second run were asked in round 2 only."""
+    run = make_run([0.1, 0.5, 0.9], down=100, up=300)
+    asked = {"round": 2, "phase": "client-evaluate", "seconds": 9.0, "client-personal-test-accuracy": 0.8}
+    run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
+    assert curves_of(run) == {
+        "rounds": [0, 1, 2], "payload": [0, 400, 800], "test-accuracy": [0.1, 0.5, 0.9],
+        "validation-accuracy": pytest.approx([0.09, 0.49, 0.89]), "client-personal-test-accuracy": [None, None, 0.8],
+    }  # fmt: skip

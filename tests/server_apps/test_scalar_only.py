@@ -20,7 +20,9 @@ from fedapps.client_apps import replicas, zeroth_order
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.errors import CheckpointError, RosterError, RoundFailedError
 from fedapps.results.replay import replay, verify, write_replayed
+from fedapps.results.run_folder import RunFolder
 from fedapps.strategies.hiso import HiSo
+from fedapps.strategies.kept_journal import KeptJournal
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask
 from fedapps.zeroth_order.directions import direction
@@ -113,6 +115,31 @@ def test_two_workers_and_two_of_six_sampled_clients_write_the_same_journal(tmp_p
         runs.assert_same_model(straight.model, other.model)
         assert all(row["rebuilt"] == row["resent"] == 0 for row in other.rows("train"))
     assert b'"seed": "9223372036854775807"' in journal_of(straight)
+
+
+def test_a_server_that_does_not_evaluate_holds_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    """The same journal, fingerprints included, which come from the clients then; the model is built once, at the end."""
+    config = {"num-server-rounds": 4, "hiso.fingerprint-every": 2}
+    holds = tiny(tmp_path / "holds", config)
+    built = []
+    model = KeptJournal.model
+
+    def counted(kept: KeptJournal) -> Any:
+        built.append((kept.replica, len(kept.journal.records)))
+        return model(kept)
+
+    monkeypatch.setattr(KeptJournal, "model", counted)
+    none = tiny(tmp_path / "none", {**config, "evaluate-every": 0})
+    assert built == [(None, 4)]
+    assert "built again" not in log.text  # All clients share a replica, and each names its state.
+    assert journal_of(none) == journal_of(holds)
+    assert [r.fingerprint is not None for r in Journal.read(none.folder.journal_path).records] == [False, True] * 2
+    assert none.folder.model_path.read_bytes() == holds.folder.model_path.read_bytes()
+    for run in (none, holds):
+        checkpoint = run.folder.load_checkpoint()
+        assert checkpoint.arrays == checkpoint.strategy_arrays == {}
 
 
 @pytest.mark.parametrize("policy", ["every-step", "last-step", "round-mean"])
@@ -220,6 +247,36 @@ def test_a_scalar_costs_four_bytes_each_way_beside_fixed_settings(tmp_path: Path
     assert payloads(few, "up", "arrays") == payloads(few, "down", "arrays") == [0] * 18
 
 
+def test_a_round_costs_at_most_eight_bytes_a_scalar_each_way_and_a_missed_one_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fingerprint after every round, which moves each scalar down twice; client 2 takes part in rounds 1 and 5."""
+    sampled_as(monkeypatch, lambda r: [0, 1, 2] if r in (1, 5) else [0, 1])
+    moved = [
+        _moved(tiny(tmp_path / str(p), {"hiso.num-probes": p, "num-server-rounds": 5, "hiso.fingerprint-every": 1}))
+        for p in (1, 101)
+    ]
+    scalars = 2 * 100  # more in a round: K = 2, 100 more probes
+    missed = {(5, 2, "down"): 4}  # rounds 1 to 4, the first of which it has measured but not seen
+    for key, size in moved[0].items():
+        rounds = missed.get(key, 1)
+        extra = moved[1][key] - size
+        assert extra <= (8 + 4 * (rounds - 1)) * scalars + 12, key
+        # Beside its scalars a round is fixed settings, and a missed one a record of the journal.
+        fixed = size - (8 + 4 * (rounds - 1)) * 2
+        assert fixed <= (720 if key[2] == "down" else 240) + 45 * (rounds - 1), (key, size)
+
+
+def _moved(run: runs.Left) -> dict[tuple[int, int, str], int]:
+    """Payload of all train messages of a client in a round beside `config`, by (round, client, direction)."""
+    total: dict[tuple[int, int, str], int] = {}
+    for row in run.folder.read_ledger():
+        if row["kind"] == "train":
+            key = (row["round"], row["partition"], row["direction"])
+            total[key] = total.get(key, 0) + sum(size for name, size in row["payload"].items() if name != "config")
+    return total
+
+
 def test_traffic_does_not_depend_on_the_size_of_the_model(tmp_path: Path) -> None:
     """Beside `config`, which names the run's folder and task."""
     config = {"partition": "iid", "partition-column": "", "num-server-rounds": 2, "task-options": ""}
@@ -246,7 +303,7 @@ def test_a_client_that_missed_rounds_or_joins_late_catches_up(
     run = tiny(tmp_path / "run", config, clients=6)
     journal = Journal.read(run.folder.journal_path)
     rows = [r for r in run.folder.read_ledger() if (r["kind"], r["direction"], r["round"]) == ("train", "down", 6)]
-    size = {row["partition"]: row["payload"]["journal"] for row in rows}
+    size = {row["partition"]: row["payload"]["journal"] for row in reversed(rows)}  # the first: the second confirms
     assert size[0] == size[1] < size[2] <= size[3]
     assert run.rows("train")[-1]["folded"] == [0, 1, 2, 3]
     # After the evaluation at the end every client, the ones that were never sampled included, holds the server's model.
@@ -345,6 +402,33 @@ def led_astray(node: Path) -> None:
     path.write_bytes(data)
 
 
+def test_a_replica_in_the_minority_is_rebuilt_at_its_next_message(
+    tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    """Client 2 goes astray after it measured round 2, and is sampled again in round 4.
+
+    Nothing but its vote on the state after round 2 shows it: its replica has applied that round already.
+    """
+    config = {"hiso.fingerprint-every": 2, "evaluate-every": 0, "num-server-rounds": 4}
+    sampled_as(monkeypatch, lambda r: [0, 1, 3] if r == 3 else [0, 1, 2, 3])
+    straight = tiny(tmp_path / "straight", config)
+    shutil.rmtree(tmp_path / "nodes")
+    measure = zeroth_order._measure
+
+    def measure_and_go_astray(work: ClientWork, client: Any) -> Any:
+        result = measure(work, client)
+        if (work.server_round, work.node.partition) == (2, 2):
+            with torch.no_grad():
+                next(client.model.parameters()).add_(1e-3)
+        return result
+
+    monkeypatch.setattr(zeroth_order, "_measure", measure_and_go_astray)
+    run = tiny(tmp_path / "run", config)
+    assert "round 2: client 2: its replica went astray and is built again at its next message" in log.text
+    assert [row["rebuilt"] for row in run.rows("train")] == [0, 0, 0, 1]
+    assert journal_of(run) == journal_of(straight)
+
+
 def test_an_astray_replica_of_a_process_is_rebuilt_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"hiso.fingerprint-every": 1}
     straight = tiny(tmp_path / "straight", config)
@@ -382,40 +466,47 @@ def test_a_replica_that_goes_astray_between_two_clients_is_found(
     assert journal_of(run) == journal_of(straight)
 
 
-def test_forty_rounds_of_trouble_leave_every_client_with_the_servers_model(
+def test_two_hundred_rounds_of_trouble_leave_every_client_with_the_servers_model(
     tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random drop-outs, lost stores, torn stores and one astray replica; every message is a new start on a node."""
     draw = random.Random(3)
 
     def sample(server_round: int) -> list[int]:
-        if server_round == 17:
+        if server_round == 97:
             led_astray(nodes(0))
         for partition in range(6):
-            if server_round < 35 and nodes(partition).exists():
-                chance = draw.random()
-                if chance < 0.05:
-                    shutil.rmtree(nodes(partition))  # a new disk
-                elif chance < 0.1:
-                    shutil.rmtree(nodes(partition) / "replicas")  # the cache only
-                elif chance < 0.15:
-                    mark = next((nodes(partition) / "replicas").glob("*/state.json"))
-                    mark.write_text(
-                        mark.read_text().replace('"applying": false', '"applying": true')
-                    )  # died in between
-        return sorted(draw.sample(range(6), 4)) if server_round < 36 else list(range(6))
+            if server_round < 195 and nodes(partition).exists():
+                trouble(nodes(partition), draw.random())
+        return sorted(draw.sample(range(6), 3)) if server_round < 200 else list(range(6))
 
-    faults = {(r, p): draw.choice([raised, empty]) for r in range(1, 36) for p in range(6) if draw.random() < 0.2}
+    faults = {(r, p): draw.choice([raised, empty]) for r in range(1, 195) for p in range(6) if draw.random() < 0.2}
     sampled_as(monkeypatch, sample)
-    config = {"num-server-rounds": 40, "hiso.fingerprint-every": 5, "client-evaluation": "last", "evaluate-every": 0}
+    config = {
+        "num-server-rounds": 200, "hiso.fingerprint-every": 10, "hiso.num-probes": 1, "local-steps": 1,
+        "client-evaluation": "last", "evaluate-every": 0,
+    }  # fmt: skip
     run = tiny(tmp_path / "run", config, faults=faults)
     rows = run.rows("train")
-    assert sum(row["resent"] for row in rows) >= 1
-    assert sum(row["rebuilt"] for row in rows) >= 2
+    assert sum(row["resent"] for row in rows) >= 10
+    assert sum(row["rebuilt"] for row in rows) >= 10
+    assert sum(len(row["refused"]) for row in rows) >= 50
     assert rows[-1]["folded"] == [0, 1, 2, 3, 4, 5]
     journal = Journal.read(run.folder.journal_path)
+    assert len(verify(run.folder.journal_path, run.folder.initial_path)) >= 18
     for partition in range(6):
         assert_caught_up(nodes(partition), journal, run)
+
+
+def trouble(node: Path, chance: float) -> None:
+    """Do something to a node, or nothing."""
+    if chance < 0.02:
+        shutil.rmtree(node)  # a new disk
+    elif chance < 0.04 and (node / "replicas").exists():
+        shutil.rmtree(node / "replicas")  # the cache only
+    elif chance < 0.06 and (mark := next((node / "replicas").glob("*/state.json"), None)) is not None:
+        text = mark.read_text()
+        mark.write_text(text.replace('"applying": false', '"applying": true'))  # died in the middle of an update
 
 
 # Bad replies, kernels and settings ------------------------------------------------------------------------
@@ -560,3 +651,16 @@ def test_fedzo_refuses_a_convex_task_before_anything_is_written(tmp_path: Path) 
 def test_a_diverging_run_fails_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(RoundFailedError):
         tiny(tmp_path / "run", {"method": "decomfl", "lr": 1e38, "num-server-rounds": 9})
+    run = runs.Left(RunFolder.open(tmp_path / "run"))
+    assert run.summary["status"] == "failed"
+    replayed = replay(run.folder.journal_path, run.folder.initial_path)
+    assert write_replayed(replayed, tmp_path / "out").read_bytes() == run.folder.model_path.read_bytes()
+
+
+def test_a_client_with_another_first_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(task: TorchTask, device: str = "cpu") -> torch.nn.Module:
+        return task.module(task.initial_arrays(1234), device)
+
+    monkeypatch.setattr(TorchTask, "initial_module", other)
+    with pytest.raises(RoundFailedError, match="the shapes fit but the weights differ"):
+        tiny(tmp_path / "run", {"max-consecutive-failed-rounds": 1})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ class Deployment:
     environment: dict[str, str]
     superlink: SuperLink
     nodes: list[SuperNode]
+    another_node: Callable[[int, Path], SuperNode]
+    """Makes one more node of a partition, with the state folder of the first one, and its own log; enter it to start it."""
 
 
 @contextmanager
@@ -35,17 +37,21 @@ def loopback_deployment(
     shared = {"python_path": python_path, "environment": {"OMP_NUM_THREADS": "1"} | dict(environment or {})}
     with ExitStack() as stack:
         superlink = stack.enter_context(SuperLink(simulation=False, log_path=folder / "superlink.log", **shared))
-        nodes = []
-        for partition in range(num_nodes):
+
+        def node_of(partition: int, log_path: Path) -> SuperNode:
             config = {
                 "partition-id": partition,
                 "num-partitions": num_nodes,
                 "state-dir": str(folder / f"state-{partition}"),
             }
-            node = SuperNode(superlink.address, config, log_path=folder / f"node-{partition}.log", **shared)
+            return SuperNode(superlink.address, config, log_path=log_path, **shared)
+
+        nodes = []
+        for partition in range(num_nodes):
+            node = node_of(partition, folder / f"node-{partition}.log")
             stack.callback(node.stop)
             node.start()
             nodes.append(node)
         for node in nodes:
             node.wait_until_ready()
-        yield Deployment(CONNECTION, {"FLWR_HOME": str(superlink.home)}, superlink, nodes)
+        yield Deployment(CONNECTION, {"FLWR_HOME": str(superlink.home)}, superlink, nodes, node_of)

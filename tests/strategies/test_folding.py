@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedapps.records import pack_arrays
 from fedapps.strategies import folding
@@ -78,3 +78,47 @@ def test_waiting_replies_beyond_the_buffer_leave_memory(monkeypatch: pytest.Monk
         order.add(partition, content(partition))
     # 4 kB a reply: two fit into 9 kB, the other two wait in the scratch file.
     assert len(spilled) == 2
+
+
+def test_memory_of_a_folded_reply_is_free_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replies of 4 kB fit: of 2 and 5 the first is folded when 1 has come, so 4 need not go to the scratch file."""
+    monkeypatch.setattr(OrderedFold, "_spill", lambda self, c: pytest.fail("written to the scratch file"))
+    folded: list[int] = []
+    order = OrderedFold(range(6), lambda p, c: folded.append(p), 0.009)
+    for partition in (2, 5, 0, 1, 4, 3):
+        order.add(partition, content(partition))
+    assert folded == list(range(6))
+
+
+def test_a_reply_comes_back_from_the_scratch_file_as_it_was() -> None:
+    random = np.random.default_rng(0)
+    arrays = {
+        "float": random.random((3, 5)).astype(np.float32),
+        "column order": np.asfortranarray(random.random((2, 4))),
+        "number": np.array(7, dtype=np.int64),
+        "nothing": np.zeros((0, 3), dtype=np.uint16),
+    }
+    reply = RecordDict(
+        {
+            "arrays": pack_arrays(arrays),
+            "layout": ConfigRecord({"layout": "[]", "steps": [0.5, 1.0], "bytes": b"\x00\xff"}),
+            "metrics": MetricRecord({"num-examples": 3, "train-loss": float("nan")}),
+            "empty": pack_arrays({}),
+            "more": pack_arrays({"x": np.full(4, 9.0)}),
+        }
+    )
+    found: list[RecordDict] = []
+    order = OrderedFold([0, 1, 2], lambda p, c: found.append(c), 0.0)
+    order.add(2, reply)
+    order.add(1, content(1))
+    order.add(0, None)
+    order.close()
+    assert list(found[1]) == list(reply)
+    assert found[1]["layout"] == reply["layout"]
+    assert str(found[1]["metrics"]) == str(reply["metrics"])
+    assert list(found[1]["arrays"]) == list(arrays)
+    for name, value in (*arrays.items(), ("x", np.full(4, 9.0))):
+        record = "more" if name == "x" else "arrays"
+        back, sent = found[1][record][name], reply[record][name]
+        assert (back.dtype, back.shape, back.stype, back.data) == (sent.dtype, sent.shape, sent.stype, sent.data)
+        np.testing.assert_array_equal(back.numpy(), value)

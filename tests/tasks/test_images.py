@@ -187,10 +187,40 @@ def test_the_model_is_an_option(name: str, options: dict[str, Any], resnet: bool
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(TaskError, match="option 'model': expected cnn or resnet18, got 'resnet50'"):
         Cifar10Task(TaskConfig(options={"model": "resnet50"}), "cifar10")
-    with pytest.raises(TaskError, match="option 'augment': expected no options, since the task has none"):
+    with pytest.raises(TaskError, match="option 'augment': expected one of train-examples, got an unknown key"):
         MnistTask(TaskConfig(options={"augment": True}), "mnist")
     with pytest.raises(TaskError, match="option 'augment': expected a value of type bool"):
         Cifar100Task(TaskConfig(options={"augment": 1}), "cifar100")
+
+
+def test_a_pool_of_fewer_examples_is_drawn_by_the_seed_with_classes_in_proportion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 40 + 20 examples a quarter: 10 + 5, without one twice; the test set is whole."""
+    labels = np.array([0, 1, 0] * 20)
+    numbers = np.arange(60, dtype=np.uint8).reshape(60, 1, 1, 1)
+    whole = (
+        Data(np.broadcast_to(numbers, (60, 1, 28, 28)), labels),
+        Data(np.zeros((3, 1, 28, 28), np.uint8), np.arange(3)),
+    )
+    monkeypatch.setattr(MnistTask, "_files", {"a file": Path()})
+    monkeypatch.setattr(MnistTask, "read", lambda self, files: whole)
+
+    def drawn(examples: int, seed: int = 0) -> tuple[Data, Data]:
+        return MnistTask(TaskConfig(options={"train-examples": examples}, seed=seed)).load()
+
+    train, test = drawn(15)
+    chosen = np.asarray(train.inputs)[:, 0, 0, 0]
+    assert (len(np.unique(chosen)), len(test)) == (15, 3)
+    np.testing.assert_array_equal(np.bincount(train.targets), [10, 5])
+    np.testing.assert_array_equal(train.targets, labels[chosen])
+    np.testing.assert_array_equal(drawn(15)[0].inputs, train.inputs)
+    assert not np.array_equal(drawn(15, seed=1)[0].inputs, train.inputs)
+    for all_of_them in (0, 60):
+        assert drawn(all_of_them)[0] is whole[0]
+    for wrong in (-1, 61):
+        with pytest.raises(TaskError, match=f"option 'train-examples': expected 0 \\(all\\) to 60, .*got {wrong}"):
+            drawn(wrong)
 
 
 def test_crops_are_windows_of_the_image_in_a_black_border_and_half_are_mirrored() -> None:

@@ -111,6 +111,21 @@ def test_arrays_that_do_not_fit_are_refused_and_change_nothing(change, message):
     assert all(np.array_equal(before[name], array) for name, array in module_arrays(model).items())
 
 
-def test_bfloat16_is_refused_by_name():
-    with pytest.raises(TaskError, match=r"tensor 'weight': expected a dtype.*got torch.bfloat16"):
-        module_arrays(nn.Linear(2, 2).to(torch.bfloat16))
+def test_bfloat16_is_its_patterns():
+    """The patterns are the upper halves of the float32 numbers."""
+    layer, other = nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).to(torch.bfloat16)
+    arrays = module_arrays(layer)
+    assert arrays["weight"].dtype == np.uint16
+    np.testing.assert_array_equal(
+        (arrays["weight"].astype(np.uint32) << 16).view(np.float32), layer.weight.detach().float().numpy()
+    )
+    load_module_arrays(other, arrays)
+    assert torch.equal(layer.weight, other.weight)
+    assert other.weight.dtype == torch.bfloat16
+
+
+def test_a_dtype_without_arrays_is_refused_by_name():
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(2).to(torch.float8_e5m2))
+    with pytest.raises(TaskError, match=r"tensor 'scale': expected a dtype.*got torch.float8_e5m2"):
+        module_arrays(model)

@@ -57,6 +57,18 @@ def test_what_does_not_travel_is_equal_on_all_ends(task):
     assert server.training
 
 
+def test_the_initial_module_is_that_of_the_initial_arrays(task):
+    class Warm(Made):
+        def initial_arrays(self, seed):
+            return {name: value + 1 for name, value in super().initial_arrays(seed).items()}
+
+    for made in (task, Warm(TaskConfig())):
+        expected = made.module(made.initial_arrays(0)).state_dict()
+        found = made.initial_module().state_dict()
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_evaluation_equals_a_sum_over_single_examples(task, monkeypatch):
     """A17: means over examples, not over batches of 7, 7, 7, 7 and 2; reference in float64, one example at a time."""
     monkeypatch.setattr(module_under_test, "EVALUATION_BATCH", 7)

@@ -1,0 +1,131 @@
+"""What a method is: one row of the registry, and how the objects that it names are imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedapps.errors import SettingsError, explain
+from fedapps.settings import Scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row of the registry.
+
+    Attributes:
+        name: Value of the setting ``method``.
+        title: Name as the literature writes it.
+        family: ``second order``, ``first order``, ...
+        mixing: What the server does with the replies.
+        travels_down: What a sampled client receives.
+        travels_up: What it sends.
+        client_state: What a client keeps over rounds.
+        paper: Source, with arXiv id.
+        strategy: ``module:class`` of the server's strategy, built with ``from_settings``.
+        client: ``module:function`` that trains one client for one round.
+        evaluate: ``module:function`` that measures the models of one client; ``""`` measures the global model.
+        layout: ``module:function`` that names the tensors which a task's model would have preconditioned; ``""`` for
+            methods without curvature.
+        group: Prefix of the method's own keys; ``""`` if it has none or takes them from ``method-options``.
+        own_settings: Class of the method's own settings, or None.
+        task_kinds: Kinds of task that the method can train.
+        replicas: Whether ends hold replicas that draw the same directions: kernels are compared in the handshake, and the
+            run folder holds a journal.
+        tuned: Task name (or group of tasks, ``language``, or kind, ``convex`` or ``torch``) -> values for the keys that
+            are ``"auto"``.
+    """
+
+    name: str
+    title: str
+    family: str
+    mixing: str
+    travels_down: str
+    travels_up: str
+    client_state: str
+    paper: str
+    strategy: str
+    client: str
+    evaluate: str = ""
+    layout: str = ""
+    group: str = ""
+    own_settings: type | None = None
+    task_kinds: tuple[str, ...] = ("torch", "convex")
+    replicas: bool = False
+    tuned: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
+
+    def load_strategy(self) -> Any:
+        """Import the strategy class.
+
+        Returns:
+            The class that ``strategy`` names.
+
+        Raises:
+            SettingsError: It cannot be imported.
+        """
+        return load_object(self.strategy, what=f"strategy of method '{self.name}'")
+
+    def load_client(self) -> Any:
+        """Import the client function.
+
+        Returns:
+            The function that ``client`` names.
+
+        Raises:
+            SettingsError: It cannot be imported.
+        """
+        return load_object(self.client, what=f"client of method '{self.name}'")
+
+    def load_evaluate(self) -> Any:
+        """Import the function that measures the models of one client.
+
+        Returns:
+            The function that ``evaluate`` names; None if clients measure the global model only.
+
+        Raises:
+            SettingsError: It cannot be imported.
+        """
+        return load_object(self.evaluate, what=f"evaluation of method '{self.name}'") if self.evaluate else None
+
+    def preconditioned(self, task: Any) -> tuple[str, ...]:
+        """Name the tensors that this method would precondition.
+
+        Args:
+            task: The task.
+
+        Returns:
+            Parameter names; none for methods without curvature.
+        """
+        if not self.layout:
+            return ()
+        names: tuple[str, ...] = load_object(self.layout, what=f"layout of method '{self.name}'")(task)
+        return names
+
+
+def load_object(reference: str, *, what: str) -> Any:
+    """Import an object by reference.
+
+    Args:
+        reference: ``module:attribute``.
+        what: What it is, for the error message.
+
+    Returns:
+        The object.
+
+    Raises:
+        SettingsError: The module or the attribute does not exist.
+    """
+    module, _, attribute = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(
+            explain(
+                what,
+                expected="an importable module:attribute",
+                got=f"{reference!r} ({error})",
+                do="check the spelling and that its folder is on the Python path",
+            )
+        ) from error

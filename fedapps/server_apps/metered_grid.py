@@ -1,0 +1,63 @@
+"""The bytes of every message of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedapps.results.ledger import Direction, Kind, message_row
+from fedapps.strategies.exchange import GridWrapper
+from fedapps.strategies.rounds import RoundMixin
+
+
+class MeteredGrid(GridWrapper):
+    """A grid that writes down every message that passes.
+
+    Args:
+        inner: The grid that does the work.
+    """
+
+    def __init__(self, inner: Grid) -> None:
+        super().__init__(inner)
+        self.server_round = 0
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages."""
+        messages = list(messages)
+        for message in messages:
+            self._note(message, message.metadata.dst_node_id, "down")
+        return self.inner.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Receive the replies that are there."""
+        replies = list(self.inner.pull_messages(message_ids))
+        for reply in replies:
+            self._note(reply, reply.metadata.src_node_id, "up")
+        return replies
+
+    def _note(self, message: Message, node_id: int, direction: Direction) -> None:
+        row = message_row(
+            message,
+            server_round=self.server_round,
+            partition=None,
+            direction=direction,
+            kind=cast(Kind, message.metadata.message_type),
+        )
+        self._rows.append((node_id, row))
+
+    def take_rows(self, strategy: RoundMixin) -> list[dict[str, Any]]:
+        """Hand over the rows since the last call, with the partitions that the roster knows by now.
+
+        Args:
+            strategy: The strategy, for its roster.
+
+        Returns:
+            Ledger rows.
+        """
+        rows = [{**row, "partition": strategy.roster.partition_of(node_id)} for node_id, row in self._rows]
+        self._rows = []
+        return rows

@@ -1,0 +1,40 @@
+"""A pool of worker processes that end when their parent does.
+
+A worker of `concurrent.futures` finishes its task and then waits for ever when its parent was killed: nobody is left to
+tell it to stop. Here each worker watches its parent and leaves, in the middle of a task too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
+
+
+def worker_pool(workers: int) -> ProcessPoolExecutor:
+    """Make a pool of fresh interpreters, one task a process at a time.
+
+    Threads are no choice here, since torch's generator is global, and neither is a fork of a process with threads.
+
+    Args:
+        workers: Number of processes, at least 1.
+
+    Returns:
+        The pool; its processes start with the first task.
+    """
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:  # An initializer runs in a child only.
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

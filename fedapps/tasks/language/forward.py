@@ -1,0 +1,204 @@
+"""Forward passes of a causal language model over padded rows: hidden states, logits of label words, generation.
+
+A row's results do not depend on the padding beside it, on either side, nor on other rows: the mask and the positions come
+from where the tokens are. Only what is needed is multiplied with the output embedding: the label words' rows, or the
+answer's places.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn import functional
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.language.encoding import PADDING
+from fedapps.tasks.language.packing import pack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+PACKING = frozenset({"gpt2", "llama", "opt"})
+"""Model types whose rows of unequal length are packed; others might carry something from row to row past the mask."""
+
+
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Compute the last hidden states.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids, ``(n, length)``, with `PADDING` before or behind each row's tokens.
+
+    Returns:
+        ``(n, length, width)``; what is at padding has no meaning.
+    """
+    packed = pack(ids) if model.config.model_type in PACKING else None
+    if packed is None:
+        mask = (ids != PADDING).long()
+        return _base(model, ids.clamp(min=0), mask, (mask.cumsum(dim=1) - 1).clamp(min=0))
+    lowest = torch.finfo(model.dtype).min
+    mask = torch.zeros(packed.attends.shape, dtype=model.dtype, device=ids.device)
+    mask = mask.masked_fill(~packed.attends, lowest)[:, None]  # one mask for all heads, added to the scores
+    return packed.unpack(_base(model, packed.ids, mask, packed.positions), ids.shape)
+
+
+def _base(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    base = model.base_model
+    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+    where = {"position_ids": positions} if takes_positions else {}
+    hidden: torch.Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False, **where).last_hidden_state
+    return hidden
+
+
+def label_logits(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of label words after each row's last token, in float32.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids of prompts, ``(n, length)``, padded on either side.
+        labels: Token ids of the label words, ``(classes,)``.
+
+    Returns:
+        ``(n, classes)``.
+    """
+    hidden = hidden_states(model, ids)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(ids != PADDING, places, 0).argmax(dim=1)
+    answer = hidden[torch.arange(len(ids), device=ids.device), last]
+    head = output_embedding(model)
+    # By index, so that only these rows are ever displaced by a probe.
+    bias = None if head.bias is None else head.bias[labels].float()
+    return functional.linear(answer.float(), head.weight[labels].float(), bias)
+
+
+def answer_losses(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Compute the mean cross-entropy of each answer's tokens given all before them, in float32.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids of prompts, each with its answer behind, ``(n, length)``, padded on either side.
+        counts: How many tokens are the answer's, ``(n,)``, at least 1.
+
+    Returns:
+        ``(n,)``.
+    """
+    answer = _last_tokens(ids, counts)
+    before = answer.roll(-1, dims=1)
+    head = output_embedding(model)
+    logits = functional.linear(hidden_states(model, ids)[before], head.weight, head.bias)
+    losses = functional.cross_entropy(logits.float(), ids[answer], reduction="none")
+    rows = answer.nonzero()[:, 0]
+    return losses.new_zeros(len(ids)).index_add(0, rows, losses) / counts
+
+
+def without_answers(ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Leave the prompts of prompts with answers.
+
+    Args:
+        ids: Token ids, ``(n, length)``, padded on either side.
+        counts: How many tokens are the answer's, ``(n,)``.
+
+    Returns:
+        ``(n, length)``, with `PADDING` in the place of the answers.
+    """
+    return ids.masked_fill(_last_tokens(ids, counts), PADDING)
+
+
+def continuations(model: PreTrainedModel, ids: torch.Tensor, stop: int, most: int) -> torch.Tensor:
+    """Continue prompts by the likeliest token each time.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids of prompts, ``(n, length)``, padded on either side.
+        stop: The token that ends a continuation.
+        most: Most tokens of a continuation.
+
+    Returns:
+        Token ids ``(n, at most most)``, with `stop` from the end of each continuation on.
+    """
+    from transformers import GenerationConfig
+
+    front = pad_in_front(ids)
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=stop
+    )
+    mask = (front != PADDING).long()
+    # In the place of the model's own configuration, which may ask for sampling or penalties, not beside it: what ours
+    # leaves open would be taken from there.
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        whole = model.generate(front.clamp(min=0), attention_mask=mask)  # type: ignore[operator]
+    finally:
+        model.generation_config = own
+    return cast("torch.Tensor", whole)[:, ids.shape[1] :]
+
+
+def pad_in_front(ids: torch.Tensor) -> torch.Tensor:
+    """Move the padding of each row to its front.
+
+    Args:
+        ids: ``(n, length)``.
+
+    Returns:
+        ``(n, length)``, the tokens of each row in their order.
+    """
+    order = torch.argsort((ids != PADDING).long(), dim=1, stable=True)
+    return ids.gather(1, order)
+
+
+def check_logits(model: PreTrainedModel) -> None:
+    """Refuse a model whose logits are not simply the product with its output embedding.
+
+    Args:
+        model: A causal language model.
+
+    Raises:
+        TaskError: It scales or caps them.
+    """
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        value = getattr(model.config, key, None)
+        if value is not None and value != 1:
+            raise TaskError(
+                explain(
+                    f"model {type(model).__name__}",
+                    expected="logits that are the output embedding times the hidden state",
+                    got=f"{key} = {value} in its configuration",
+                    do="use a model without it, such as one of the OPT, GPT-2 and Llama families",
+                )
+            )
+
+
+def output_embedding(model: PreTrainedModel) -> torch.nn.Linear:
+    """Get the layer that turns hidden states into logits.
+
+    Args:
+        model: A causal language model.
+
+    Returns:
+        The layer.
+
+    Raises:
+        TaskError: It is not a plain linear layer.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, torch.nn.Linear):
+        raise TaskError(
+            explain(
+                f"model {type(model).__name__}",
+                expected="a plain linear layer as output embedding",
+                got=type(head).__name__,
+                do="use a causal language model, and leave its output embedding out of lora-targets",
+            )
+        )
+    return head
+
+
+def _last_tokens(ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Mark the last tokens of each row, as many as its count says."""
+    mask = ids != PADDING
+    from_behind = mask.flip(1).cumsum(1).flip(1)  # 1 at the last token, 2 at the one before, ...
+    return mask & (from_behind <= counts[:, None])

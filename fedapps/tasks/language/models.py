@@ -1,0 +1,284 @@
+"""Causal language models and their tokenizers, from wherever they lie.
+
+A *source* is a hub id (``facebook/opt-125m``, or ``facebook/opt-125m@<revision>``), a local folder, a ``.gguf`` file, or a
+name of `fedapps.tasks.language.published` once ``fedapps models get`` has fetched it. Local sources never touch the
+network, and a model of the hub that is in the local cache is taken from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from fedapps.errors import TaskError, explain
+from fedapps.tasks.base import FirstModel
+from fedapps.tasks.language.published import models_folder, published
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies.
+
+    Attributes:
+        place: A folder, or an id of the hub.
+        gguf: Name of the GGUF file in the folder, or None.
+        revision: Revision asked for on the hub, or None.
+        local: Whether the place is a folder.
+    """
+
+    place: str
+    gguf: str | None = None
+    revision: str | None = None
+    local: bool = True
+
+
+def find_source(source: str) -> Source:
+    """Tell where a model lies.
+
+    Args:
+        source: See the module; a name of a published model goes before a folder of that name, which is ``./name``.
+
+    Returns:
+        The place.
+
+    Raises:
+        TaskError: There is no such folder or file, or the model was not fetched yet.
+    """
+    known = published(source)
+    if known is not None:
+        folder = models_folder() / source
+        if not (folder / "config.json").is_file():
+            raise _error(
+                source, f"the model in '{folder}'", "no such model folder", f"run: fedapps models get {source}"
+            )
+        return Source(str(folder))
+    path = Path(source).expanduser()
+    if source and path.is_dir():
+        if not (path / "config.json").is_file():
+            do = "name the folder that save_pretrained wrote, or the .gguf file itself"
+            raise _error(source, "a model folder with config.json", "a folder without it", do)
+        return Source(str(path))
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise _error(source, "a model folder or a .gguf file", "another file", "name the folder that holds it")
+        return Source(str(path.parent), gguf=path.name)
+    if not source or source.startswith(("/", ".", "~")) or source.endswith((".gguf", "/")) or source.count("/") > 1:
+        # Flower runs an app in a folder of its own.
+        do = "name an absolute path; a model of the hub is 'owner/name' or 'owner/name@revision'"
+        raise _error(source, "a model folder or a .gguf file", f"no such path, seen from '{Path.cwd()}'", do)
+    place, _, revision = source.partition("@")
+    return Source(place, revision=revision or None, local=False)
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer.
+
+    Args:
+        source: See the module.
+
+    Returns:
+        The tokenizer, as published: it may have no padding token.
+
+    Raises:
+        TaskError: A package, the source or its tokenizer is missing; the message says what to do.
+    """
+    found = _checked(source)
+
+    def load(**where: Any) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(found.place, **where)
+        tokenizer.init_kwargs.pop("local_files_only", None)  # Saved with it otherwise.
+        return tokenizer
+
+    return _load(source, found, "a tokenizer", load)
+
+
+def load_causal_lm(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a causal language model on the CPU.
+
+    Args:
+        source: See the module.
+        dtype: Floating type of the parameters; a GGUF file is dequantised to it.
+
+    Returns:
+        The model in evaluation mode, every parameter trainable, without gradient checkpointing. Attention is torch's
+        `scaled_dot_product_attention` where the model has it: it is deterministic, and its dropout can be switched off.
+
+    Raises:
+        TaskError: A package or the source is missing, it is no causal language model, or it lacks weights.
+    """
+    found = _checked(source)
+
+    def load(**where: Any) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if found.gguf is None:  # A GGUF file holds nothing else, and reading its header takes seconds.
+            _check_causal(source, AutoConfig.from_pretrained(found.place, **where))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(found.place, dtype=dtype, output_loading_info=True, **where)
+        model, report = loaded
+        missing = sorted(report["missing_keys"])
+        if missing:
+            got, do = f"no weights for '{missing[0]}' ({len(missing)} missing)", "use a checkpoint of the whole model"
+            raise _error(source, "weights for every parameter, so that all ends start alike", got, do)
+        return _plain(model) if found.gguf else model
+
+    model: PreTrainedModel = _load(source, found, "a causal language model", load).eval()
+    return model
+
+
+def identify(source: str) -> FirstModel:
+    """Say which model this is, as a journal states its base.
+
+    Args:
+        source: See the module.
+
+    Returns:
+        The source; the hub's commit, the checksum of a GGUF file, or None for a folder; whether others can get it.
+
+    Raises:
+        TaskError: There is no such source.
+    """
+    found, known = find_source(source), published(source)
+    if known is not None:
+        return FirstModel(source, known.sha256, published=True)
+    if found.gguf is not None:
+        return FirstModel(source, _sha256(Path(found.place) / found.gguf), published=True)
+    if found.local:
+        return FirstModel(source)
+    return FirstModel(found.place, _commit(found) or found.revision, published=True)
+
+
+def _commit(found: Source) -> str | None:
+    """Look up which commit of the hub the local cache holds."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(found.place, "config.json", revision=found.revision)
+    return Path(path).parent.name if isinstance(path, str) else None
+
+
+def save_plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model as a folder that `load_causal_lm` and transformers read.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        folder: The folder; made if missing.
+    """
+    with _quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@lru_cache(maxsize=8)
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checked(source: str) -> Source:
+    _need("transformers", source)
+    found = find_source(source)
+    if found.gguf is not None:
+        _need("gguf", source)
+        _need("accelerate", source)
+    return found
+
+
+def _need(package: str, source: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise _error(source, f"the package '{package}'", "no such package", "install fedapps[llm]")
+
+
+def _load(source: str, found: Source, what: str, load: Callable[..., T]) -> T:
+    """Load quietly from a folder or the cache, else from the network."""
+    where: dict[str, Any] = {"local_files_only": True}
+    if found.gguf is not None:
+        where["gguf_file"] = found.gguf
+    if found.revision is not None:
+        where["revision"] = found.revision
+    try:
+        if found.local:
+            with _quiet():
+                return load(**where)
+        with contextlib.suppress(OSError), _quiet():
+            return load(**where)
+        # Not in the cache, or not all of it: a download, which shows its progress.
+        return load(**{**where, "local_files_only": False})
+    except TaskError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        got = f"{type(error).__name__}: {_first_line(error)}"
+        raise _error(source, what, got, _advice(found, error)) from error
+
+
+def _advice(found: Source, error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "install what it names, or fedapps[llm]"
+    if found.local:
+        return "use a folder that save_pretrained wrote with model and tokenizer, or a whole .gguf file"
+    if "connect" in str(error).lower():
+        return "connect to the network, name a local folder by its absolute path, or run: fedapps models list"
+    return "check id, revision and access rights on the hub"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _check_causal(source: str, config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    names = {name for value in CAUSAL.values() for name in ((value,) if isinstance(value, str) else value)}
+    given = list(getattr(config, "architectures", None) or [])
+    causal = config.model_type in CAUSAL and (not given or not names.isdisjoint(given))
+    if not causal:
+        got = f"a model of type '{config.model_type}'" + (f" ({', '.join(given)})" if given else "")
+        raise _error(source, "a causal language model", got, "choose one such as facebook/opt-125m, gpt2 or smollm2")
+
+
+def _plain(model: Any) -> PreTrainedModel:
+    """Turn a model that was dequantised into an ordinary one, which can be saved; the tensors are the same."""
+    given = model.config.to_dict()
+    given.pop("quantization_config", None)
+    config = type(model.config)(**given)
+    config.architectures = [type(model).__name__]
+    plain: PreTrainedModel = type(model).from_pretrained(
+        None, config=config, state_dict=model.state_dict(), dtype=model.dtype
+    )
+    plain.generation_config = model.generation_config
+    return plain
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence progress bars and advice of transformers; its own switches do not reach the bar of GGUF files."""
+    # Imported first: handlers of loggers keep the stream that they find.
+    from transformers.utils import logging as logs
+
+    logging: Any = logs  # Half of it has types.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _error(source: str, expected: str, got: str, do: str) -> TaskError:
+    return TaskError(explain(f"model '{source}'", expected=expected, got=got, do=do))

