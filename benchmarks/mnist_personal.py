@@ -23,6 +23,11 @@ from fedapps.results.units import human_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_SHOWN = 0.5
+HEAD = """Every method computes 20 gradients of a batch of 16 examples a client and round: pFedMe 5 on each of 4 batches,
+Ditto 10 for each of its two models. FedCLUP's first round, of local fits, costs three times as many, and power iterations
+for `L`, once.
+
+"""
 
 
 def chosen_runs(folder: Path, record: dict[str, Any]) -> list[Run]:
@@ -90,7 +95,7 @@ def main() -> None:
         shutil.copy(folder / "compare.json", arguments.out / f"{name}.json")
         if gains := client_gains(runs):
             plot_gains(gains, arguments.out / f"{name}_gains.png", quantity="accuracy")
-    (arguments.out / "mnist_personal.md").write_text("\n".join(parts), encoding="utf-8")
+    (arguments.out / "mnist_personal.md").write_text(HEAD + "\n".join(parts), encoding="utf-8")
     # Not over seconds: the runs shared their machine.
     plot_comparisons(panels, arguments.out / "mnist_personal.png", over=(Over.ROUNDS, Over.BYTES), least=LEAST_SHOWN)
 

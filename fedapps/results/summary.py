@@ -48,8 +48,8 @@ def summarise(
             ``loss``, else the greatest.
 
     Returns:
-        ``status``, ``reason`` (if given), ``rounds``; ``final``: round and metrics of the last evaluation, on the
-        server and on clients; ``best``: the same at the best ``validation-<primary>`` (of personal models, if they
+        ``status``, ``reason`` (if given), ``judged-by`` (`primary`), ``rounds``; ``final``: round and metrics of the
+        last evaluation, on the server and on clients; ``best``: the same at the best ``validation-<primary>`` (of personal models, if they
         were evaluated on validation data), the earliest of equals, never chosen on test data and absent where nothing
         was evaluated on validation data; ``totals``: bytes, ``seconds``
         and ``seconds-by-phase``. Totals cover the rounds on file, a first part before a resume included.
@@ -57,6 +57,7 @@ def summarise(
     summary: dict[str, Any] = {"status": RunStatus(status).value}
     if reason is not None:
         summary["reason"] = reason
+    summary["judged-by"] = primary
     summary["rounds"] = max((row["round"] for row in rows if row["phase"] == TRAIN), default=0)
     evaluations = evaluations_by_round(rows)
     summary["final"] = evaluations[max(evaluations)] if evaluations else {}

@@ -78,12 +78,17 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
         folder.write_model(_model(state, settings.num_server_rounds))
     except BaseException as error:
         status = RunStatus.STOPPED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
-        folder.write_summary(summarise(rows, status=status, reason=f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        folder.write_summary(summarise(rows, status=status, reason=reason, primary=_judged_by(state)))
         logger.error("run %s: %s", status, error)
         if state is not None and state.method.replicas:
             _leave_model(state)
         raise
-    folder.write_summary(summarise(rows, status=RunStatus.COMPLETED))
+    folder.write_summary(summarise(rows, status=RunStatus.COMPLETED, primary=_judged_by(state)))
+
+
+def _judged_by(state: _Run | None) -> str:
+    return Task.metric if state is None else state.task.metric
 
 
 def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[str, Any]]) -> _Run:

@@ -31,6 +31,7 @@ from fedapps.results.tables import CompareRow, to_csv, to_markdown
 from fedapps.settings import Scalar, Settings, flatten, keys_of
 from fedapps.simulation.start import Ended, Start, start
 from fedapps.simulation.worker_pool import worker_pool
+from fedapps.tasks.base import Task
 
 NOTE_LENGTH = 120
 """Characters of a failed run's reason in a note; the whole reason is in its trial."""
@@ -268,7 +269,7 @@ def _trial(job: Job, ended: Ended, folder: Path, *, tuning: bool) -> Trial:
         tuning=tuning,
         status=str(ended.status),
         reason=ended.reason,
-        score=best.get(validation_key([best], "accuracy")),
+        score=best.get(validation_key([best], run.summary.get("judged-by", Task.metric))),
         score_round=best.get("round"),
         folder=str(ended.folder.relative_to(folder)),
     )
@@ -318,7 +319,7 @@ def _write(
         "methods": methods,
         "seeds": list(seeds),
         "grid": {key: list(values) for key, values in grid.items()},
-        "protocol": "each point of the grid on the first seed, best validation accuracy chosen; never test data",
+        "protocol": "each point of the grid on the first seed, best validation metric of the task chosen; never test data",
         "clients": how.num_clients,
         "engine": str(how.engine),
         "target": target,

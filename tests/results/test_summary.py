@@ -91,7 +91,9 @@ def test_a_reason_is_kept_and_an_unknown_status_refused() -> None:
 )
 def test_the_best_round(values: list[float], primary: str, best_round: int | None) -> None:
     rows = [evaluation(number, value, 0.5) for number, value in enumerate(values)]
-    assert summarise(rows, status="completed", primary=primary).get("best", {}).get("round") == best_round
+    summary = summarise(rows, status="completed", primary=primary)
+    assert summary.get("best", {}).get("round") == best_round
+    assert summary["judged-by"] == primary
 
 
 def test_without_validation_data_no_round_is_called_best() -> None:

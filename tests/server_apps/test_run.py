@@ -368,3 +368,13 @@ def test_the_ledger_counts_what_travels(tmp_path: Path) -> None:
     assert all(row["serialised"] > sum(row["payload"].values()) for row in ledger)
     queries = [row for row in run.folder.read_ledger() if row["kind"] == "query"]
     assert sorted(row["partition"] for row in queries) == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_best_round_is_that_of_the_task_s_own_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": "fedavg", "num-server-rounds": 4, "validation-fraction": 0.2}
+    monkeypatch.setattr(TorchTask, "metric", "loss")
+    folder = short_run(tmp_path / "run", config).folder
+    losses = [row["validation-loss"] for row in folder.read_metrics() if row["phase"] == "evaluate"]
+    summary = folder.read_summary() or {}
+    assert summary["judged-by"] == "loss"
+    assert summary["best"]["validation-loss"] == min(losses)
