@@ -49,10 +49,10 @@ def summarise(
 
     Returns:
         ``status``, ``reason`` (if given), ``judged-by`` (`primary`), ``rounds``; ``final``: round and metrics of the
-        last evaluation, on the server and on clients; ``best``: the same at the best ``validation-<primary>`` (of personal models, if they
-        were evaluated on validation data), the earliest of equals, never chosen on test data and absent where nothing
-        was evaluated on validation data; ``totals``: bytes, ``seconds``
-        and ``seconds-by-phase``. Totals cover the rounds on file, a first part before a resume included.
+        last evaluation, on the server and on clients; ``best``: the same at the best ``validation-<primary>`` (of
+        personal models, if they were evaluated on validation data), the earliest of equals, never chosen on test data
+        and absent where nothing was evaluated on validation data; ``totals``: bytes, ``seconds`` and
+        ``seconds-by-phase``. Totals cover the rounds on file, a first part before a resume included.
     """
     summary: dict[str, Any] = {"status": RunStatus(status).value}
     if reason is not None:

@@ -77,7 +77,7 @@ def test_without_candidates_the_full_step_is_taken() -> None:
 # In runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [TORCH, CONVEX], ids=["torch", "convex"])
+@pytest.mark.parametrize("config", [{**TORCH, "lr": 1.0}, CONVEX], ids=["torch", "convex"])
 def test_the_loss_never_rises(tmp_path: Path, config: dict[str, Any]) -> None:
     """At learning rates where the plain mean overshoots: without the search the same rounds end at a higher loss."""
     run = short_run(tmp_path / "search", {**config, "num-server-rounds": 6})
