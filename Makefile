@@ -42,6 +42,7 @@ bench: $(VENV)/.dev ## run the benchmarks and write their results
 	$(BIN)/python benchmarks/fedpm_cost.py
 	$(BIN)/python benchmarks/fedpm_bytes.py
 	$(BIN)/python benchmarks/fedclup_quadratic.py
+	$(BIN)/python benchmarks/zeroth_order_cost.py
 	$(BIN)/fedapps compare --config configs/digits_comparison.toml --seeds 0,1,2 --lr-grid 0.01,0.03,0.1,0.3,1.0 \
 	  --methods fedavg,fedavgm,fedprox,fedadam,localnewton,fedpm --target 0.95
 
