@@ -36,6 +36,7 @@ from fedapps.simulation.start import LOG, Ended, Engine, Start, start
 from fedapps.simulation.sweep import Trial
 from fedapps.simulation.sweep import compare as run_comparison
 from fedapps.tasks import list_tasks
+from fedapps.tasks.language.published import MODELS_VARIABLE, models_folder
 
 cli = typer.Typer(
     add_completion=False,
@@ -152,6 +153,9 @@ def _gather(
     if values.get("data-dir", "") == "" and os.environ.get("FEDAPPS_DATA"):
         # The engines start other processes, on this machine, that may not get this one's environment.
         values["data-dir"] = str(Path(os.environ["FEDAPPS_DATA"]).absolute())
+    if os.environ.get(MODELS_VARIABLE):
+        # And they work in other folders.
+        os.environ[MODELS_VARIABLE] = str(models_folder().absolute())
     return values
 
 

@@ -94,14 +94,27 @@ def unpack_arrays(content: RecordDict, record: str, where: str, *, optional: boo
         Name -> array, in the order of the record.
 
     Raises:
-        MessageError: The record is absent or of another type.
+        MessageError: The record is absent or of another type, or an array cannot be read.
     """
     value = content.get(record)
     if value is None and optional:
         return {}
     if not isinstance(value, ArrayRecord):
         raise _missing(where, record, "ArrayRecord", content)
-    return {name: array.numpy() for name, array in value.items()}
+    arrays = {}
+    for name, array in value.items():
+        try:
+            arrays[name] = array.numpy()
+        except (ValueError, TypeError, EOFError, OSError) as problem:
+            raise MessageError(
+                explain(
+                    f"{where}, array '{name}' of record '{record}'",
+                    expected="the bytes of a NumPy array",
+                    got=f"{len(array.data)} bytes of type '{array.stype}' ({problem})",
+                    do="pack arrays with fedapps.records.pack_arrays",
+                )
+            ) from problem
+    return arrays
 
 
 def _missing(where: str, record: str, kind: str, content: RecordDict) -> MessageError:
@@ -300,10 +313,16 @@ def payload_bytes(content: RecordDict) -> dict[str, int]:
     Returns:
         Record name -> bytes.
     """
-    return {
-        name: sum(int(np.prod(a.shape, dtype=np.int64)) * np.dtype(a.dtype).itemsize for a in record.values())
-        for name, record in _array_records(content).items()
-    }
+    return {name: sum(map(_array_bytes, record.values())) for name, record in _array_records(content).items()}
+
+
+def _array_bytes(array: Array) -> int:
+    """Count an array's bytes; a malformed one has those that came."""
+    try:
+        stated = int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+    except (TypeError, ValueError):
+        return len(array.data)
+    return stated if 0 <= stated <= len(array.data) else len(array.data)
 
 
 def _array_records(content: RecordDict) -> dict[str, ArrayRecord]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
@@ -137,3 +137,22 @@ def test_payload_counts_the_arrays_alone_and_a_limit_names_the_largest() -> None
     check_size(content, 40e-6)
     with pytest.raises(MessageError, match=r"at most 3.9e-05 MB .* got 4e-05 MB, .*arrays/fc\.weight \(2.4e-05 MB\)"):
         check_size(content, 39e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "stype", "dtype"),
+    [
+        (b"junk", "numpy.ndarray", "float32"),
+        (b"", "numpy.ndarray", "float32"),
+        (b"junk", "another.kind", "float32"),
+        (b"junk", "numpy.ndarray", "garbage"),
+    ],
+    ids=["no array", "nothing", "unknown type", "unknown dtype"],
+)
+def test_an_array_that_cannot_be_read_is_refused_and_counts_as_the_bytes_that_came(
+    data: bytes, stype: str, dtype: str
+) -> None:
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(dtype=dtype, shape=(2, 3), stype=stype, data=data)})})
+    with pytest.raises(MessageError, match=f"client 1, array 'w' of record 'arrays': .*{len(data)} bytes"):
+        unpack_arrays(content, "arrays", "client 1")
+    assert payload_bytes(content) == {"arrays": len(data)}

@@ -246,7 +246,8 @@ class FoofPreconditioner:
         due = self._num_steps % self._refresh == 0 or not state.A
         # A batch of few rows says nothing of most directions, so the next batch would be divided by the damping alone there:
         # a step ten times too long, and clients with few examples diverged. After several batches that is over.
-        early = self._num_steps < self._refresh and count_rows(state.module, x) < state.spec.width
+        rows = min(count_rows(state.module, x), self._max_rows or state.spec.width)
+        early = self._num_steps < self._refresh and rows < state.spec.width
         return torch.is_grad_enabled() and (due or early)
 
     def _collect(self, state: _LayerState, x: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fedapps.errors import SettingsError, explain
 from fedapps.methods import get_method, resolve_settings
 from fedapps.results.personal import Gains, PersonalRow, client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains
@@ -170,6 +171,7 @@ def compare(
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-compare-{run_config.get('task', 'digits')}"
     folder = (resume or root / name).absolute()
     (folder / "runs").mkdir(parents=True, exist_ok=resume is not None)
+    _same_clients(folder / "clients", how.num_clients)
     made = _completed_runs(folder / "runs")
     total = sum(len(points[m]) + len(seeds) - 1 for m in methods)
     trials: list[Trial] = []
@@ -231,6 +233,15 @@ class Job:
 
 def _key(settings: Mapping[str, Any]) -> str:
     return json.dumps({key: value for key, value in settings.items() if key not in OF_ONE_MACHINE}, sort_keys=True)
+
+
+def _same_clients(path: Path, num_clients: int) -> None:
+    """Note the number of clients, which no setting of a run says, or compare it with that of the first part."""
+    first = path.read_text().strip() if path.exists() else str(num_clients)
+    if first != str(num_clients):
+        where, do = f"comparison {path.parent}", f"pass --clients {first}, or start another comparison"
+        raise SettingsError(explain(where, expected=f"{first} clients, as before", got=str(num_clients), do=do))
+    path.write_text(f"{num_clients}\n")
 
 
 def _completed_runs(root: Path) -> dict[str, Path]:

@@ -323,11 +323,19 @@ class HiSo(RoundMixin, Strategy):
 
         Args:
             message: The reply.
+
+        Raises:
+            RoundFailedError: A worker process died.
         """
         partition = self._partition_of_reply(message)
         found = None if message.has_error() else fingerprint_of(message.content)
-        if partition is not None and found is not None:
+        if partition is None:
+            return
+        if found is not None:
             self._votes[partition] = found
+            return
+        reason = self._reason_of(message, partition) if message.has_error() else "a reply without a fingerprint"
+        self.note(f"client {partition} did not confirm the round: {reason[-200:]}")
 
     def settle(self) -> None:
         """Write the ended round into the journal, with the fingerprint on which clients and server mostly agree."""
@@ -338,15 +346,23 @@ class HiSo(RoundMixin, Strategy):
         if self.scalars.fingerprint_due(record.round):
             own = kept.fingerprint_after(record)
             agreed = majority([*self._votes.values(), *([own] if own else [])])
+            if own not in (None, agreed):
+                # Clients of one process answer from one replica. What base and journal lead to outvotes them all.
+                agreed = self._built_again(kept, record, own)
             record = replace(record, fingerprint=agreed)
             for partition, found in self._votes.items():
                 if found != agreed:
                     self.note(f"client {partition}: its replica went astray and is built again at its next message")
-            if own not in (None, agreed):
-                self.note("the server's replica went astray and is built again")
-                self.report.values["rebuilt"] += 1
-                kept.replica = None
         kept.append(record)
+
+    def _built_again(self, kept: KeptJournal, record: Record, own: str | None) -> str | None:
+        """Build the server's replica again from base and journal, and name the state after the round."""
+        kept.rebuild()
+        built = kept.fingerprint_after(record)
+        if built != own:
+            self.note("the server's replica had gone astray and was built again")
+            self.report.values["rebuilt"] += 1
+        return built
 
     def end_round(self) -> Arrays | None:
         """End the round, as `RoundMixin` does, and count what had to be sent or built again.
@@ -358,7 +374,7 @@ class HiSo(RoundMixin, Strategy):
             partition = next(p for p, sent in self._messages.items() if sent is message)
             self.receive(partition, None, "its journal was lost; it is sent again with the next round")
         arrays = super().end_round()
-        rebuilt = sum(int(metrics.get(REBUILT, 0)) for metrics in self.report.metrics.values())
+        rebuilt = sum(metrics.get(REBUILT) == 1 for metrics in self.report.metrics.values())
         self.report.values |= {"rebuilt": rebuilt, "resent": len(self._resends)}
         return arrays
 

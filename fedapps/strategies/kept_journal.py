@@ -109,6 +109,15 @@ class KeptJournal:
         replica.advance(Slice(replica.round, record.round, (record,)))
         return replica.fingerprint()
 
+    def rebuild(self) -> None:
+        """Build the model from the first one and the whole journal, whatever is held.
+
+        Raises:
+            AstrayError: It differs from a fingerprint of the journal.
+        """
+        self.replica = None
+        self._up_to_date()
+
     def _up_to_date(self) -> Replica:
         if self.replica is None or self.replica.round > self.journal.through:
             # Ahead of the journal is only a replica whose round could not be written.

@@ -404,6 +404,10 @@ class RoundMixin:
         if not message.has_error():
             self.receive(partition, message.content)
             return
+        self.receive(partition, None, self._reason_of(message, partition))
+
+    def _reason_of(self, message: Message, partition: int) -> str:
+        """Say why a client failed; a dead worker ends the run, since the simulation engine never replaces it."""
         reason = (message.error.reason or "no reason given").strip()
         if message.error.code == ACTOR_DIED:
             self._close()
@@ -412,7 +416,7 @@ class RoundMixin:
                 f"({_last_line(reason)}). The simulation engine never replaces a dead worker, so the run ends. Most "
                 "often the memory ran out: use fewer workers, a smaller model or a smaller batch, and --resume."
             )
-        self.receive(partition, None, reason)
+        return reason
 
     def _partition_of_reply(self, message: Message) -> int | None:
         # An error reply may come from the SuperLink itself, so the message that it answers tells the client.
@@ -518,8 +522,8 @@ class RoundMixin:
                 continue
             record = reply.content.get(METRICS)
             values = dict(record) if isinstance(record, MetricRecord) else {}
-            count = int(values.pop(NUM_EXAMPLES, 0))  # type: ignore[arg-type]
-            if count > 0:
+            count = values.pop(NUM_EXAMPLES, 0)
+            if isinstance(count, int) and count > 0:
                 metrics[partition] = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
                 num_examples[partition] = count
         return dict(sorted(metrics.items())), dict(sorted(num_examples.items()))

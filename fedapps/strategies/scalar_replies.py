@@ -13,6 +13,8 @@ from fedapps.zeroth_order.errors import ScalarError
 from fedapps.zeroth_order.scheme import Scalars, check_scalars
 from fedapps.zeroth_order.wire import unpack_scalars
 
+SHA256_BYTES = 32
+
 
 def read_scalars(reply: Reply, server_round: int, shape: tuple[int, int]) -> Scalars:
     """Read a round's scalars.
@@ -56,11 +58,11 @@ def fingerprint_of(content: RecordDict) -> str | None:
         content: The content of a reply.
 
     Returns:
-        64 hexadecimal digits; None if the reply names no state.
+        64 hexadecimal digits; None if the reply names no state, or something else than a SHA-256.
     """
     record = content.get(SCALARS)
     found = record.get("fingerprint") if isinstance(record, ConfigRecord) else None
-    return found.hex() if isinstance(found, bytes) else None
+    return found.hex() if isinstance(found, bytes) and len(found) == SHA256_BYTES else None
 
 
 def need_of(content: RecordDict) -> int | None:
@@ -84,8 +86,8 @@ def majority(votes: Iterable[str]) -> str | None:
         votes: Fingerprints, one a voter.
 
     Returns:
-        The fingerprint; None if there is no vote, or no majority.
+        The fingerprint; None if there is no majority, or only one vote: it confirms nothing.
     """
     cast = list(votes)
     named = Counter(cast).most_common(1)
-    return named[0][0] if named and 2 * named[0][1] > len(cast) else None
+    return named[0][0] if len(cast) > 1 and 2 * named[0][1] > len(cast) else None

@@ -430,6 +430,15 @@ def test_a_layer_with_few_rows_is_estimated_at_every_step_of_the_first_refresh()
     np.testing.assert_allclose(curvature(foof, 0.5), expected, atol=1e-5)
 
 
+def test_rows_that_are_sampled_count_as_few() -> None:
+    """Nine rows, width 4, of which 3 enter a block: it is estimated at every step of the first refresh."""
+    batches = [make_data(9, 3, 2, seed) for seed in range(3)]
+    settings: dict[str, Any] = {"lr": 0.01, "damping": 0.5, "estimate": Estimate.LAST_BATCH, "max_rows": 3}
+    often = train(nn.Linear(3, 2), batches, refresh=1, **settings)
+    seldom = train(nn.Linear(3, 2), batches, refresh=10, **settings)
+    np.testing.assert_array_equal(curvature(seldom, 0.5), curvature(often, 0.5))
+
+
 def test_a_small_second_batch_does_not_throw_a_wide_layer() -> None:
     """Two rows after eight, width 21: along a row that is new, the step is that of its own block, not that of the damping."""
     first, second = make_data(8, 20, 1, 0), make_data(2, 20, 1, 1)

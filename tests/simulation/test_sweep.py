@@ -181,6 +181,14 @@ def test_a_comparison_goes_on_with_the_runs_that_it_has(tmp_path: Path, engines:
     assert {m: trial.lr for m, trial in smaller.chosen.items()} == dict.fromkeys(METHODS, 0.2)
 
 
+def test_a_comparison_does_not_go_on_with_another_number_of_clients(tmp_path: Path, engines: Engines) -> None:
+    small = run(tmp_path, seeds=[0])
+    engines.configs.clear()
+    with pytest.raises(SettingsError, match="expected 2 clients, as before, got 3"):
+        run(tmp_path, resume=small.folder, how=Start(engine=Engine.INPROCESS, num_clients=3))
+    assert engines.configs == []
+
+
 def test_all_methods_advance_alike(tmp_path: Path, engines: Engines) -> None:
     run(tmp_path, seeds=[0])
     order = [(config["method"], config["lr"]) for config in engines.configs]

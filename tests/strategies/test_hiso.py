@@ -11,7 +11,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from fedapps.errors import CheckpointError, MessageError, SettingsError
+from fedapps.errors import CheckpointError, MessageError, RoundFailedError, SettingsError
 from fedapps.methods import resolve_settings
 from fedapps.records import pack_arrays
 from fedapps.strategies.hiso import HiSo
@@ -196,7 +196,7 @@ def test_a_replica_of_another_state_is_refused_where_the_journal_has_a_fingerpri
 # Fingerprints ---------------------------------------------------------------------------------------------
 
 
-def ended(votes: dict[int, bytes], *, holds_model: bool) -> HiSo:
+def ended(votes: dict[int, bytes], *, holds_model: bool, spoil: bool = False) -> HiSo:
     """Play two rounds of four clients; in the second, where a fingerprint is due, some of them name its state."""
     made = strategy()
     made.roster.node_of = {p: 70 + p for p in range(4)}
@@ -215,6 +215,8 @@ def ended(votes: dict[int, bytes], *, holds_model: bool) -> HiSo:
             made.receive_confirmation(Message(reply(2, b"", fingerprint=votes[partition]), reply_to=message))
         elif partition == 3:
             made.receive_confirmation(Message(Error(2, "out of memory"), reply_to=message))
+    if spoil:
+        np.asarray(kept(made).replica.theta["w"])[...] += 1  # type: ignore[union-attr]  # the server holds a model
     made.settle()
     return made
 
@@ -239,8 +241,10 @@ R, X, Y = right(), b"\1" * 32, b"\2" * 32
         ({}, True, R, []),
         ({}, False, None, []),
         ({0: R, 1: X}, False, None, ["client 0", "client 1"]),
-        ({0: X, 1: X, 2: X}, True, X, ["the server's replica"]),
-        ({0: X, 1: Y}, True, None, ["client 0", "client 1", "the server's replica"]),
+        ({0: X, 1: X, 2: X}, True, R, ["client 0", "client 1", "client 2"]),
+        ({0: X, 1: Y}, True, R, ["client 0", "client 1"]),
+        ({0: X}, False, None, ["client 0"]),
+        ({0: b"\1", 1: b"", 2: b"\1"}, False, None, []),
     ],
     ids=[
         "all",
@@ -249,8 +253,10 @@ R, X, Y = right(), b"\1" * 32, b"\2" * 32
         "the server alone",
         "nobody",
         "a tie",
-        "the server",
-        "all",
+        "one replica votes for three clients",
+        "none is right but the server",
+        "one witness",
+        "no fingerprints at all",
     ],
 )
 def test_the_journal_holds_the_fingerprint_of_the_majority(
@@ -259,9 +265,58 @@ def test_the_journal_holds_the_fingerprint_of_the_majority(
     made = ended(votes, holds_model=holds_model)
     record = kept(made).journal.records[-1]
     assert (record.round, record.fingerprint) == (2, recorded.hex() if recorded else None)
-    assert [note.partition(" went")[0].replace(": its replica", "") for note in made.report.notes] == astray
-    assert made.report.values["rebuilt"] == ("the server's replica" in astray)
-    assert (kept(made).replica is None) == (not holds_model or "the server's replica" in astray)
+    assert [note.partition(":")[0] for note in made.report.notes if "went astray" in note] == astray
+    silent = {p for p in range(4) if len(votes.get(p, b"")) != 32} - ({0, 1, 2} - set(votes))
+    assert [note.partition(" did")[0] for note in made.report.notes if "not confirm" in note] == [
+        f"client {p}" for p in sorted(silent)
+    ]
+    assert made.report.values["rebuilt"] == 0
+    assert (kept(made).replica is None) == (not holds_model)
+
+
+def test_a_server_that_went_astray_builds_its_replica_again_and_votes_anew() -> None:
+    made = ended({0: R, 1: X}, holds_model=True, spoil=True)
+    assert kept(made).journal.records[-1].fingerprint == R.hex()
+    assert made.report.values["rebuilt"] == 1
+    assert "the server's replica had gone astray and was built again" in made.report.notes
+
+
+def test_a_dead_worker_ends_the_run_also_while_it_confirms() -> None:
+    made = strategy()
+    made.roster.node_of = {0: 70}
+    for r in (1, 2):
+        made.begin_round(r, {}, [0])
+        made.receive(0, reply(r, GOOD))
+        made.end_round()
+        messages = made.confirmations()
+        if r == 1:
+            made.settle()
+    messages[0].metadata.__dict__["_message_id"] = "asked"
+    with pytest.raises(RoundFailedError, match="round 2, client 0: its worker process died"):
+        made.receive_confirmation(Message(Error(0, "actor died"), reply_to=messages[0]))
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), [3], 0, -1, 2.5], ids=str)
+def test_an_evaluation_without_a_count_of_examples_is_left_out(count: Any) -> None:
+    made = strategy()
+    made.roster.node_of = {0: 70, 1: 71}
+    replies = []
+    for node, examples in ((70, count), (71, 4)):
+        asked = Message(RecordDict({}), dst_node_id=node, message_type="evaluate")
+        asked.metadata.__dict__["_message_id"] = str(node)
+        metrics = MetricRecord({"num-examples": examples, "loss": 0.5})
+        replies.append(Message(RecordDict({"metrics": metrics}), reply_to=asked))
+    assert made.evaluation_results(replies) == ({1: {"loss": 0.5}}, {1: 4})
+
+
+def test_a_metric_that_is_no_count_ends_no_run() -> None:
+    made = strategy()
+    made.begin_round(1, {}, [0])
+    content = reply(1, GOOD)
+    content["metrics"]["rebuilt"] = float("nan")  # type: ignore[index]  # a metric record
+    made.receive(0, content)
+    made.end_round()
+    assert made.report.values["rebuilt"] == 0
 
 
 def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_only() -> None:

@@ -14,7 +14,7 @@ A, B, C = "a" * 64, "b" * 64, "c" * 64
     ("votes", "expected"),
     [
         ([], None),
-        ([A], A),
+        ([A], None),
         ([A, A, B], A),
         ([B, A, A], A),
         ([A, B], None),
@@ -22,7 +22,16 @@ A, B, C = "a" * 64, "b" * 64, "c" * 64
         ([A, A, B, C], None),
         ([A, B, C], None),
     ],
-    ids=["nobody", "one", "two of three", "in any order", "a tie", "two and two", "half", "all differ"],
+    ids=[
+        "nobody",
+        "one confirms nothing",
+        "two of three",
+        "in any order",
+        "a tie",
+        "two and two",
+        "half",
+        "all differ",
+    ],
 )
 def test_a_majority_is_more_than_half_of_the_votes(votes: list[str], expected: str | None) -> None:
     assert majority(votes) == expected
@@ -34,7 +43,13 @@ def test_a_reply_names_a_state_or_a_round_only_in_the_right_form() -> None:
 
     assert fingerprint_of(content(fingerprint=bytes.fromhex(A))) == A
     assert need_of(content(**{"need-from": 3})) == 3
-    for other in (RecordDict({}), RecordDict({"scalars": MetricRecord({"need-from": 3})}), content(fingerprint=A)):
+    for other in (
+        RecordDict({}),
+        RecordDict({"scalars": MetricRecord({"need-from": 3})}),
+        content(fingerprint=A),
+        content(fingerprint=b""),
+        content(fingerprint=b"\1" * 33),
+    ):
         assert fingerprint_of(other) is None
     for other in (RecordDict({}), content(**{"need-from": -1}), content(**{"need-from": "3"})):
         assert need_of(other) is None

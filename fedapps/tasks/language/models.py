@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,11 +77,11 @@ def find_source(source: str) -> Source:
         if path.suffix != ".gguf":
             raise _error(source, "a model folder or a .gguf file", "another file", "name the folder that holds it")
         return Source(str(path.parent), gguf=path.name)
-    if not source or source.startswith(("/", ".", "~")) or source.endswith((".gguf", "/")) or source.count("/") > 1:
+    place, _, revision = source.partition("@")
+    if not place or place.startswith(("/", ".", "~")) or source.endswith((".gguf", "/")) or place.count("/") > 1:
         # Flower runs an app in a folder of its own.
         do = "name an absolute path; a model of the hub is 'owner/name' or 'owner/name@revision'"
         raise _error(source, "a model folder or a .gguf file", f"no such path, seen from '{Path.cwd()}'", do)
-    place, _, revision = source.partition("@")
     return Source(place, revision=revision or None, local=False)
 
 
@@ -98,10 +99,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """
     found = _checked(source)
 
-    def load(**where: Any) -> PreTrainedTokenizerBase:
+    def load(place: str, **where: Any) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(found.place, **where)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **where)
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise ValueError("one that encodes 'a' as nothing, as transformers makes up where there are no files of it")
         tokenizer.init_kwargs.pop("local_files_only", None)  # Saved with it otherwise.
         return tokenizer
 
@@ -124,12 +127,12 @@ def load_causal_lm(source: str, dtype: torch.dtype) -> PreTrainedModel:
     """
     found = _checked(source)
 
-    def load(**where: Any) -> Any:
+    def load(place: str, **where: Any) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if found.gguf is None:  # A GGUF file holds nothing else, and reading its header takes seconds.
-            _check_causal(source, AutoConfig.from_pretrained(found.place, **where))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(found.place, dtype=dtype, output_loading_info=True, **where)
+            _check_causal(source, AutoConfig.from_pretrained(place, **where))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True, **where)
         model, report = loaded
         missing = sorted(report["missing_keys"])
         if missing:
@@ -160,15 +163,16 @@ def identify(source: str) -> FirstModel:
         return FirstModel(source, _sha256(Path(found.place) / found.gguf), published=True)
     if found.local:
         return FirstModel(source)
-    return FirstModel(found.place, _commit(found) or found.revision, published=True)
+    cached = _cached(found)  # Its name is the commit.
+    return FirstModel(found.place, cached.name if cached else found.revision, published=True)
 
 
-def _commit(found: Source) -> str | None:
-    """Look up which commit of the hub the local cache holds."""
+def _cached(found: Source) -> Path | None:
+    """Look up the folder of a model of the hub in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(found.place, "config.json", revision=found.revision)
-    return Path(path).parent.name if isinstance(path, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def save_plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -178,8 +182,11 @@ def save_plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         model: The model.
         tokenizer: Its tokenizer.
         folder: The folder; made if missing.
+
+    Raises:
+        OSError: It cannot be written, for example because the disk is full.
     """
-    with _quiet():
+    with _quiet(), _disk_errors():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
@@ -206,19 +213,23 @@ def _need(package: str, source: str) -> None:
 
 def _load(source: str, found: Source, what: str, load: Callable[..., T]) -> T:
     """Load quietly from a folder or the cache, else from the network."""
-    where: dict[str, Any] = {"local_files_only": True}
-    if found.gguf is not None:
-        where["gguf_file"] = found.gguf
-    if found.revision is not None:
-        where["revision"] = found.revision
     try:
         if found.local:
+            gguf = {} if found.gguf is None else {"gguf_file": found.gguf}
             with _quiet():
-                return load(**where)
-        with contextlib.suppress(OSError), _quiet():
-            return load(**where)
+                return load(found.place, local_files_only=True, **gguf)
+        cached = _cached(found)
+        if cached is not None:
+            try:
+                # By its folder: by its id, transformers asks the hub for files that may not exist, whatever it is told.
+                with _quiet():
+                    return load(str(cached), local_files_only=True)
+            except TaskError:
+                raise
+            except (OSError, ValueError):
+                pass
         # Not in the cache, or not all of it: a download, which shows its progress.
-        return load(**{**where, "local_files_only": False})
+        return load(found.place, **({} if found.revision is None else {"revision": found.revision}))
     except TaskError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
@@ -233,7 +244,7 @@ def _advice(found: Source, error: Exception) -> str:
         return "use a folder that save_pretrained wrote with model and tokenizer, or a whole .gguf file"
     if "connect" in str(error).lower():
         return "connect to the network, name a local folder by its absolute path, or run: fedapps models list"
-    return "check id, revision and access rights on the hub"
+    return "check id, revision and access rights on the hub, and the network"
 
 
 def _first_line(error: Exception) -> str:
@@ -278,6 +289,20 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise what safetensors says of the disk as the OSError that it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
 
 
 def _error(source: str, expected: str, got: str, do: str) -> TaskError:

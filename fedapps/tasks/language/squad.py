@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class SquadTask(LanguageTask):
     """Answer questions about a passage (SQuAD v1.1, Rajpurkar et al. 2016), in the model's own words.
 
-    Trained on the answer's tokens, scored on what the model generates up to the end of the line: F1 and exact match.
+    Trained on the answer's tokens, scored on what the model generates up to the end of the line or text: F1 and exact match.
     """
 
     PROMPT = "squad"
@@ -104,7 +105,7 @@ class SquadTask(LanguageTask):
             data: Examples.
 
         Returns:
-            An answer for each example: what the model finds likeliest token by token, up to the end of the line.
+            An answer for each example: what the model finds likeliest token by token, up to the end of the line or text.
         """
         device = next(model.parameters()).device
         texts = [""] * len(data)
@@ -112,9 +113,10 @@ class SquadTask(LanguageTask):
             for indices in self.evaluation_batches(data):
                 inputs, targets = self.tensors(data.take(indices), str(device))
                 prompts = without_answers(inputs, _counts(targets))
-                new = continuations(cast("PreTrainedModel", model), prompts, self._stop, self.ANSWER_LENGTH)
+                new = continuations(cast("PreTrainedModel", model), prompts, self._stops, self.ANSWER_LENGTH)
                 for i, ids in zip(indices, new.tolist(), strict=True):
-                    texts[i] = str(self.tokenizer.decode(ids, skip_special_tokens=True)).split("\n")[0].strip()
+                    answer = list(takewhile(lambda token: token not in self._stops, ids))
+                    texts[i] = str(self.tokenizer.decode(answer, skip_special_tokens=True)).split("\n")[0].strip()
         return texts
 
     def _answer_ids(self, answers: list[str]) -> list[list[int]]:
@@ -122,9 +124,10 @@ class SquadTask(LanguageTask):
         return [ids[: self.ANSWER_LENGTH] for ids in following_ids(self.tokenizer, self.prompt.ending, lines)]
 
     @cached_property
-    def _stop(self) -> int:
-        """The token that ends the line."""
-        return self._answer_ids(["x"])[0][-1]
+    def _stops(self) -> tuple[int, ...]:
+        """The token that ends the line, and the one that ends a text, if there is one."""
+        line, text = self._answer_ids(["x"])[0][-1], self.tokenizer.eos_token_id
+        return (line,) if text is None else (line, text)
 
 
 def _counts(targets: torch.Tensor) -> torch.Tensor:

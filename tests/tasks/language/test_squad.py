@@ -112,13 +112,36 @@ def test_answers_keep_the_order_of_the_examples(task: Any, monkeypatch: pytest.M
     """An evaluation takes long rows first."""
     train, _ = task.load()
 
-    def answer_with_length(model: Any, ids: torch.Tensor, stop: int, most: int) -> torch.Tensor:
+    def answer_with_length(model: Any, ids: torch.Tensor, stops: Any, most: int) -> torch.Tensor:
         return torch.tensor(task.tokenizer([f"{int(n):04}" for n in (ids != PADDING).sum(1)])["input_ids"])
 
     monkeypatch.setattr(squad_module, "continuations", answer_with_length)
     prompts = lengths(train.inputs) - lengths(train.targets)
     assert len(set(prompts)) > 1
     assert task.generate(task.build_model(), train) == [f"{n:04}" for n in prompts]
+
+
+def test_an_answer_ends_with_the_line_or_the_text(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, [line] = task.tokenizer.eos_token_id, task.tokenizer.encode("\n", add_special_tokens=False)
+    one, other = (task.tokenizer.encode(text, add_special_tokens=False) for text in (" the road", " the film"))
+    told = [one + [end] + other, one + [line] + other, one + [end, line] + other, [end] + other, one]
+    most = max(map(len, told))
+    asked: list[set[int]] = []
+
+    def continued(model: Any, ids: torch.Tensor, stops: Any, most_tokens: int) -> torch.Tensor:
+        asked.append(set(stops))
+        return torch.tensor([(row + [line] * most)[:most] for row in told])
+
+    monkeypatch.setattr(squad_module, "continuations", continued)
+    data = task.load()[0].take(np.zeros(len(told), int))
+    assert task.generate(task.build_model(), data) == ["the road", "the road", "the road", "", "the road"]
+    assert asked == [{line, end}]
+    # An end of the text that is an ordinary token would be read otherwise, and a tokenizer may have none.
+    task.__dict__.pop("_stops", None)
+    task.tokenizer.eos_token = None
+    told = [one + [line] + other]
+    assert task.generate(task.build_model(), data.take(np.array([0]))) == ["the road"]
+    assert asked[1:] == [{line}]
 
 
 def test_free_text_has_no_classes_to_split_by(make: Callable[..., Any]) -> None:

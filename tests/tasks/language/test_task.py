@@ -141,6 +141,18 @@ def test_the_loss_is_the_cross_entropy_among_the_label_words(make: Callable[...,
     assert loss.dtype == torch.float32
 
 
+def test_what_is_measured_is_the_tasks_own_criterion(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = make()
+    train, _ = task.load()
+    arrays = task.initial_arrays(0)
+    plain = task.evaluate(arrays, train)
+    own = type(task).criterion
+    monkeypatch.setattr(type(task), "criterion", lambda *given: 3 * own(*given))
+    assert task.evaluate(arrays, train)["loss"] == pytest.approx(3 * plain["loss"], rel=1e-5)
+
+
 def test_gradients_reach_the_whole_model(make: Callable[..., Any]) -> None:
     task = make("sst2", "opt")
     model = task.module(task.initial_arrays(0))
