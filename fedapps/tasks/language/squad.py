@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class SquadTask(LanguageTask):
     """Answer questions about a passage (SQuAD v1.1, Rajpurkar et al. 2016), in the model's own words.
 
-    Trained on the answer's tokens, scored on what the model generates up to the end of the line or text: F1 and exact match.
+    Trained on the answer's tokens, scored on what the model generates up to the end of the line or the text: F1 and
+    exact match.
     """
 
     PROMPT = "squad"
@@ -105,7 +106,8 @@ class SquadTask(LanguageTask):
             data: Examples.
 
         Returns:
-            An answer for each example: what the model finds likeliest token by token, up to the end of the line or text.
+            An answer for each example: what the model finds likeliest token by token, up to the end of the line or the
+            text.
         """
         device = next(model.parameters()).device
         texts = [""] * len(data)

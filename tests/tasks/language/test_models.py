@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import http.server
 import importlib
 import importlib.util
 import json
+import resource
+import shutil
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedapps.cli import cli
 from fedapps.errors import TaskError
 from fedapps.tasks.base import FirstModel
-from fedapps.tasks.language.models import find_source, identify, load_causal_lm, load_tokenizer, save_plain
+from fedapps.tasks.language.models import Source, find_source, identify, load_causal_lm, load_tokenizer, save_plain
 from fedapps.zeroth_order.perturbed import Perturbed
 
 transformers = pytest.importorskip("transformers")
@@ -121,6 +129,8 @@ def test_a_folder_stands_for_the_same_model_every_time(tmp_path: Path, tiny: Mod
             "got no such path, seen from '.*'; name an absolute path; a model of the hub is 'owner/name'",
         ),
         ("some/folder/of/mine", "no such path"),
+        ("some/folder/of/mine@v1", "no such path"),
+        ("@v1", "no such path"),
         ("./opt", "no such path"),
         ("weights.gguf", "no such path"),
         ("", "no such path"),
@@ -162,8 +172,9 @@ def test_what_is_no_whole_causal_language_model_is_refused(tmp_path: Path, tiny:
         load_causal_lm(str(folder), torch.float32)
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, tiny: ModuleType) -> None:
-    folder = tiny.tiny_folder(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, tiny: ModuleType, family: str) -> None:
+    folder = tiny.tiny_folder(tmp_path, family)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     with pytest.raises(TaskError, match=r"expected a tokenizer, got .*; use a folder that save_pretrained wrote"):
@@ -171,7 +182,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, tiny: ModuleType)
 
 
 class Hub:
-    """Stands in for a class of transformers: the cache is empty, and the hub answers as told."""
+    """Stands in for a class of transformers: the hub answers as told."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -179,8 +190,6 @@ class Hub:
 
     def from_pretrained(self, place: str, **where: Any) -> object:
         self.calls.append({"place": place, **where})
-        if where["local_files_only"]:
-            raise OSError("not in the cache")
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -192,24 +201,149 @@ class Loaded:
     def __init__(self) -> None:
         self.init_kwargs: dict[str, Any] = {}
 
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [1]
 
-def test_the_hub_is_asked_after_the_cache_and_for_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    return folder
+
+
+COMMIT = "27dcfa74d334bc871f3234de431e71c6eeba5dd6"
+
+
+def put_in_cache(cache: Path, place: str, folder: Path, names: str = "*", revision: str = "main") -> Path:
+    """Lay files of a folder into the cache as the hub's own client does, without notes on files that do not exist."""
+    entry = cache / f"models--{place.replace('/', '--')}"
+    ref, snapshot = entry / "refs" / revision, entry / "snapshots" / COMMIT
+    for made in (ref.parent, snapshot, entry / "blobs"):
+        made.mkdir(parents=True, exist_ok=True)
+    ref.write_text(COMMIT)
+    for path in folder.glob(names):
+        blob = entry / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(blob)
+    return snapshot
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Paths that a hub on this machine, which has no model at all, was asked for."""
+    paths: list[str] = []
+
+    class Empty(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            paths.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    def info(*_: Any, **__: Any) -> Any:
+        paths.append("/tiny/model")
+        return SimpleNamespace(sha=COMMIT)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Empty) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.hf_api.HfApi.repo_info", info)  # Of an object that keeps another address.
+        yield paths
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("source", ["tiny/model", "tiny/model@refs/pr/3", f"tiny/model@{COMMIT}"])
+def test_what_is_in_the_cache_is_taken_without_a_look_at_the_network(
+    tmp_path: Path, tiny: ModuleType, cache: Path, asked: list[str], source: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny.tiny_folder(tmp_path / "folder", "opt")
+    put_in_cache(cache, "tiny/model", folder, revision="refs/pr/3" if "pr" in source else "main")
+    capfd.readouterr()
+    model, tokenizer = load_causal_lm(source, torch.float32), load_tokenizer(source)
+    assert capfd.readouterr() == ("", "")
+    assert asked == []
+    assert torch.equal(logits(model), logits(load_causal_lm(str(folder), torch.float32)))
+    assert tokenizer.encode("It was great .") == load_tokenizer(str(folder)).encode("It was great .")
+    assert identify(source) == FirstModel("tiny/model", COMMIT, published=True)
+    save_plain(model, tokenizer, tmp_path / "saved")
+    for name in ("config.json", "tokenizer_config.json"):
+        assert str(cache) not in (tmp_path / "saved" / name).read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tokenizer_that_is_not_in_the_cache_is_fetched(
+    tmp_path: Path, tiny: ModuleType, cache: Path, asked: list[str], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.tiny_folder(tmp_path / "folder", family)
+    snapshot = put_in_cache(cache, "tiny/model", folder, "[!t]*")
+    assert {path.name for path in snapshot.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    load_causal_lm("tiny/model", torch.float32)
+    assert asked == []
+    with pytest.raises(TaskError, match=r"model 'tiny/model': expected a tokenizer, got .*; check id, revision"):
+        load_tokenizer("tiny/model")
+    assert any(path.startswith(f"/tiny/model/resolve/{COMMIT}/tokenizer") for path in asked)
+    own = transformers.AutoTokenizer.from_pretrained
+
+    def download(place: str, **where: Any) -> Any:
+        if place == "tiny/model":
+            put_in_cache(cache, place, folder, "t*")
+        return own(str(snapshot), **where)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", download)
+    tokenizer = load_tokenizer("tiny/model")
+    assert tokenizer.encode("It was great .") == load_tokenizer(str(folder)).encode("It was great .")
+
+
+def test_a_model_of_the_wrong_kind_in_the_cache_is_refused_without_a_look_at_the_network(
+    tmp_path: Path, tiny: ModuleType, cache: Path, asked: list[str]
+) -> None:
+    folder = tiny.tiny_folder(tmp_path / "folder")
+    change_config(folder, architectures=["LlamaForSequenceClassification"])
+    put_in_cache(cache, "tiny/model", folder)
+    with pytest.raises(TaskError, match="expected a causal language model, got a model of type 'llama'"):
+        load_causal_lm("tiny/model", torch.float32)
+    assert asked == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_hub_is_asked_for_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(Loaded())
     monkeypatch.setattr("transformers.AutoTokenizer", hub)
     assert load_tokenizer("facebook/opt-125m@27dcfa7") is hub.answer
-    asked = {"place": "facebook/opt-125m", "revision": "27dcfa7"}
-    assert hub.calls == [{**asked, "local_files_only": True}, {**asked, "local_files_only": False}]
+    assert load_tokenizer("facebook/opt-125m@refs/pr/3") is hub.answer
+    assert load_tokenizer("gpt2") is hub.answer
+    assert hub.calls == [
+        {"place": "facebook/opt-125m", "revision": "27dcfa7"},
+        {"place": "facebook/opt-125m", "revision": "refs/pr/3"},
+        {"place": "gpt2"},
+    ]
 
 
 @pytest.mark.parametrize(
     ("error", "match"),
     [
+        (ValueError("no backend"), "check id, revision and access rights on the hub, and the network"),
         (OSError("We couldn't connect to 'https://huggingface.co'\nmore"), "huggingface.co'; connect to the network"),
         (OSError("x is not a valid model identifier"), "check id, revision and access rights on the hub"),
         (ImportError("needs sentencepiece"), "install what it names, or fedapps"),
     ],
-    ids=["no network", "no such model", "a package is missing"],
+    ids=["no tokenizer", "no network", "no such model", "a package is missing"],
 )
+@pytest.mark.usefixtures("cache")
 def test_what_the_hub_refuses_is_told_with_advice(
     monkeypatch: pytest.MonkeyPatch, error: Exception, match: str
 ) -> None:
@@ -244,18 +378,44 @@ def test_the_identity_of_a_model_is_its_source_and_revision(
     assert identify(str(path)) == FirstModel(str(path), hashlib.sha256(b"GGUF").hexdigest(), published=True)
 
 
-def test_the_revision_of_a_hub_model_is_the_commit_in_the_cache(
+def test_the_revision_of_a_hub_model_is_the_commit_in_the_cache(tmp_path: Path, cache: Path) -> None:
+    assert identify("facebook/opt-125m@v1") == FirstModel("facebook/opt-125m", "v1", published=True)
+    (tmp_path / "config.json").write_text("{}")
+    put_in_cache(cache, "facebook/opt-125m", tmp_path, "config.json")
+    assert identify("facebook/opt-125m") == FirstModel("facebook/opt-125m", COMMIT, published=True)
+
+
+def test_a_disk_that_cannot_take_the_weights_is_an_oserror(tmp_path: Path, tiny: ModuleType) -> None:
+    folder = str(tiny.tiny_folder(tmp_path / "model"))
+    model, tokenizer = load_causal_lm(folder, torch.float32), load_tokenizer(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_plain(model, tokenizer, tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_a_relative_models_folder_is_found_from_the_folder_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert identify("facebook/opt-125m@v1") == FirstModel("facebook/opt-125m", "v1", published=True)
-    cached = tmp_path / "models--facebook--opt-125m"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("27dcfa74d334bc871f3234de431e71c6eeba5dd6")
-    (cached / "snapshots" / "27dcfa74d334bc871f3234de431e71c6eeba5dd6").mkdir(parents=True)
-    (cached / "snapshots" / "27dcfa74d334bc871f3234de431e71c6eeba5dd6" / "config.json").write_text("{}")
-    expected = FirstModel("facebook/opt-125m", "27dcfa74d334bc871f3234de431e71c6eeba5dd6", published=True)
-    assert identify("facebook/opt-125m") == expected
+    (tmp_path / "models" / "smollm2").mkdir(parents=True)
+    (tmp_path / "models" / "smollm2" / "config.json").write_text("{}")
+    (tmp_path / "app").mkdir()
+    found: list[Source] = []
+
+    def start(*_: Any) -> None:
+        monkeypatch.chdir(tmp_path / "app")
+        found.append(find_source("smollm2"))
+        raise TaskError("seen")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDAPPS_MODELS", "models")
+    monkeypatch.setattr("fedapps.cli.start", start)
+    result = CliRunner().invoke(cli, ["run", "--method", "hiso", "--task", "sst2"])
+    assert found == [Source(str(tmp_path / "models" / "smollm2"))], result.output
 
 
 def test_importing_the_list_of_models_imports_no_torch() -> None:

@@ -124,7 +124,7 @@ def test_answers_keep_the_order_of_the_examples(task: Any, monkeypatch: pytest.M
 def test_an_answer_ends_with_the_line_or_the_text(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     end, [line] = task.tokenizer.eos_token_id, task.tokenizer.encode("\n", add_special_tokens=False)
     one, other = (task.tokenizer.encode(text, add_special_tokens=False) for text in (" the road", " the film"))
-    told = [one + [end] + other, one + [line] + other, one + [end, line] + other, [end] + other, one]
+    told = [[*one, end, *other], [*one, line, *other], [*one, end, line, *other], [end, *other], one]
     most = max(map(len, told))
     asked: list[set[int]] = []
 
@@ -136,10 +136,9 @@ def test_an_answer_ends_with_the_line_or_the_text(task: Any, monkeypatch: pytest
     data = task.load()[0].take(np.zeros(len(told), int))
     assert task.generate(task.build_model(), data) == ["the road", "the road", "the road", "", "the road"]
     assert asked == [{line, end}]
-    # An end of the text that is an ordinary token would be read otherwise, and a tokenizer may have none.
-    task.__dict__.pop("_stops", None)
+    del task._stops
     task.tokenizer.eos_token = None
-    told = [one + [line] + other]
+    told = [[*one, line, *other]]
     assert task.generate(task.build_model(), data.take(np.array([0]))) == ["the road"]
     assert asked[1:] == [{line}]
 

@@ -141,9 +141,7 @@ def test_the_loss_is_the_cross_entropy_among_the_label_words(make: Callable[...,
     assert loss.dtype == torch.float32
 
 
-def test_what_is_measured_is_the_tasks_own_criterion(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_measured_is_the_tasks_own_criterion(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     task = make()
     train, _ = task.load()
     arrays = task.initial_arrays(0)
