@@ -493,7 +493,10 @@ def test_two_hundred_rounds_of_trouble_leave_every_client_with_the_servers_model
     assert sum(len(row["refused"]) for row in rows) >= 50
     assert rows[-1]["folded"] == [0, 1, 2, 3, 4, 5]
     journal = Journal.read(run.folder.journal_path)
-    assert len(verify(run.folder.journal_path, run.folder.initial_path)) >= 18
+    # A lone voter confirms nothing.
+    confirmable = [row["round"] for row in rows if row["round"] % 10 == 0 and len(row["folded"]) > 1]
+    assert verify(run.folder.journal_path, run.folder.initial_path) == confirmable
+    assert len(confirmable) >= 15
     for partition in range(6):
         assert_caught_up(nodes(partition), journal, run)
 
