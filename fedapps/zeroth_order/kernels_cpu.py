@@ -19,7 +19,9 @@ import numpy as np
 from numba import njit
 
 TILE = 4096  # elements; a tile's buffers fit the first cache levels beside the table of directions
-ALIGN = 128  # elements of the largest block
+GAUSSIAN_BLOCK, RADEMACHER_BLOCK = 8, 128  # elements of a block of four words
+ALIGN = RADEMACHER_BLOCK  # elements of the largest block
+CHUNK = 64  # elements; so few that a processor looks up the next ones' directions while it divides for these
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 PLAIN, HISO, HISO_MOMENTUM = 0, 1, 2
@@ -88,17 +90,24 @@ def _rademacher(u, words, count):
 
 
 @_jit
-def _draw(u, words, first, n, keys, table, step, probe):
-    """Draw elements `first..first+n-1` into the buffer and return them; an empty table means Rademacher."""
-    per_block = 8 if table.size else 128
+def _draw_words(words, first, n, per_block, keys, step, probe):
+    """Draw the words of elements `first..first+n-1`; return how many of the first block's elements lie before them."""
     block = first // per_block
     shift = first - block * per_block
     blocks = (shift + n + per_block - 1) // per_block
     _words(words, np.uint64(block), blocks, keys, np.uint64(step), np.uint64(probe))
+    return shift
+
+
+@_jit
+def _draw(u, words, first, n, keys, table, step, probe):
+    """Draw elements `first..first+n-1` into the buffer and return them; an empty table means Rademacher."""
     if table.size:
-        _gaussian(u, words, 4 * blocks, table)
+        shift = _draw_words(words, first, n, GAUSSIAN_BLOCK, keys, step, probe)
+        _gaussian(u, words, (shift + n + 1) // 2, table)
     else:
-        _rademacher(u, words, 4 * blocks)
+        shift = _draw_words(words, first, n, RADEMACHER_BLOCK, keys, step, probe)
+        _rademacher(u, words, (shift + n + 31) // 32)
     return u[shift : shift + n]
 
 
@@ -238,6 +247,32 @@ def _divide(D, total, tau):
 
 
 @_jit
+def _step_and_learn(x, H, u, c, lr, one_minus_nu, nu, eps):
+    for i in range(x.size):
+        D = np.float32(0) + c * (u[i] / np.sqrt(H[i]))
+        x[i] = x[i] - lr * D
+        H[i] = one_minus_nu * H[i] + nu * (D * D + eps)
+
+
+# The usual round: one Gaussian direction, looked up and used chunk by chunk; `words` begin with the first element's. The loop
+# over a chunk stands here once more since the compiler must see that its length is constant.
+
+
+@_jit
+def _usual_round(x, H, buffer, words, table, c, lr, one_minus_nu, nu, eps):
+    whole = x.size - x.size % CHUNK
+    for start in range(0, whole, CHUNK):
+        x_c, H_c = x[start : start + CHUNK], H[start : start + CHUNK]
+        _gaussian(buffer, words[start // 2 :], CHUNK // 2, table)
+        for i in range(CHUNK):
+            D = np.float32(0) + c * (buffer[i] / np.sqrt(H_c[i]))
+            x_c[i] = x_c[i] - lr * D
+            H_c[i] = one_minus_nu * H_c[i] + nu * (D * D + eps)
+    _gaussian(buffer, words[whole // 2 :], (x.size - whole + 1) // 2, table)
+    _step_and_learn(x[whole:], H[whole:], buffer, c, lr, one_minus_nu, nu, eps)
+
+
+@_jit
 def _mean_direction(D, buffer, words, root, scaled, first, keys, table, step, coefficients):
     D[:] = np.float32(0)
     for p in range(coefficients.size):
@@ -269,10 +304,11 @@ def displace(
         for begin in range(0, width, TILE):
             n = min(TILE, width - begin)
             source, target = starts[row] + begin, row * width + begin
+            first = offset + source
             if code == FLOAT32 and has_probe and ints.shape[0] == 0:
                 # The usual probe in one loop, which is a fifth faster: memory is read while roots and quotients are taken.
                 here, there = wide[source : source + n], wide_out[target : target + n]
-                u = _draw(drawn, words, offset + source, n, keys, table, probe_step, probe)
+                u = _draw(drawn, words, first, n, keys, table, probe_step, probe)
                 if scaled:
                     _move_scaled(there, here, mu, u, H[source : source + n])
                 else:
@@ -286,12 +322,12 @@ def displace(
             taken = 0
             for j in range(ints.shape[0]):
                 c = coefficients[taken : taken + ints[j, 1]]
-                _mean_direction(D, drawn, words, root, scaled, offset + source, keys, table, ints[j, 0], c)
+                _mean_direction(D, drawn, words, root, scaled, first, keys, table, ints[j, 0], c)
                 taken += ints[j, 1]
                 _descend(x, floats[j, 0], D)
                 _round(x, bits, half, D, D_bits, code)
             if has_probe:
-                u = _draw(drawn, words, offset + source, n, keys, table, probe_step, probe)
+                u = _draw(drawn, words, first, n, keys, table, probe_step, probe)
                 if scaled:
                     _add_scaled(x, mu, u, root)
                 else:
@@ -311,8 +347,10 @@ def apply(wide, packed, code, rule, H, m, offset, begin, end, keys, table, ints,
     drawn, words = np.empty(TILE + 2 * ALIGN, np.float32), np.empty(TILE // 2 + ALIGN, np.uint32)
     halves = np.empty(TILE, np.uint16)
     scaled = rule != PLAIN
-    for start in range(begin, end, TILE):
-        n = min(TILE, end - start)
+    start = begin
+    while start < end:
+        first = offset + start
+        n = min(TILE - first % GAUSSIAN_BLOCK, end - start)  # From the second tile on, tiles begin with a block.
         stop = start + n
         x, root, D, total, scratch = (buffers[0, :n], buffers[1, :n], buffers[2, :n], buffers[3, :n], buffers[4, :n])
         bits, scratch_bits, half, H_tile = all_bits[0, :n], all_bits[4, :n], halves[:n], H[start:stop]
@@ -321,11 +359,25 @@ def apply(wide, packed, code, rule, H, m, offset, begin, end, keys, table, ints,
         for j in range(ints.shape[0]):
             c, learn = coefficients[taken : taken + ints[j, 1]], ints[j, 3]
             taken += ints[j, 1]
+            alone = ints[j, 2] and (j + 1 == ints.shape[0] or ints[j + 1, 2])  # The round's only step.
+            if (
+                alone
+                and rule == HISO
+                and learn == FROM_STEP
+                and c.size == 1
+                and table.size
+                and first % GAUSSIAN_BLOCK == 0
+            ):
+                _draw_words(words, first, n, GAUSSIAN_BLOCK, keys, ints[j, 0], 0)
+                lr, one_minus_nu, nu, eps = floats[j, 0], floats[j, 1], floats[j, 2], floats[j, 3]
+                _usual_round(x, H_tile, drawn, words, table, c[0], lr, one_minus_nu, nu, eps)
+                _round(x, bits, half, scratch, scratch_bits, code)
+                continue
             if ints[j, 2]:
                 total[:] = np.float32(0)
                 if scaled:
                     _sqrt(root, H_tile)
-            _mean_direction(D, drawn, words, root, scaled, offset + start, keys, table, ints[j, 0], c)
+            _mean_direction(D, drawn, words, root, scaled, first, keys, table, ints[j, 0], c)
             if rule == HISO_MOMENTUM:
                 _blend(m[start:stop], floats[j, 4], floats[j, 5], D)
                 _descend(x, floats[j, 0], m[start:stop])
@@ -342,6 +394,7 @@ def apply(wide, packed, code, rule, H, m, offset, begin, end, keys, table, ints,
             _copy(wide[start:stop], x)
         else:
             _copy(packed[start:stop], half)
+        start = stop
 
 
 COMPILED = (displace, apply)

@@ -9,8 +9,9 @@ import pytest
 
 from fedapps.zeroth_order import backend_reference
 from fedapps.zeroth_order.directions import Distribution
-from fedapps.zeroth_order.number_formats import NumberFormat
+from fedapps.zeroth_order.number_formats import NumberFormat, narrow
 from fedapps.zeroth_order.program import compile_records
+from fedapps.zeroth_order.scheme import HessianUpdate, Record, Scheme
 
 pytest.importorskip("numba", reason="the compiled CPU path needs numba")
 
@@ -44,6 +45,35 @@ def test_rounds_have_the_bits_of_the_reference(
         assert_same_bits(found[0], expected[0], f"theta, case {case}")
         for slot, values in expected[1].items():
             assert_same_bits(found[1][slot], values, f"{slot}, case {case}")
+
+
+@FORMATS
+@DISTRIBUTIONS
+@pytest.mark.parametrize("policy", list(HessianUpdate))
+@pytest.mark.parametrize(
+    ("size", "offset"), [(1, 8), (63, 0), (64, 5), (193, 2**33), (4096, 7), (4097, 16), (9001, 2**36 + 3)]
+)
+def test_rounds_of_one_step_and_probe_have_the_bits_of_the_reference(
+    size: int, offset: int, policy: HessianUpdate, number_format: NumberFormat, distribution: Distribution
+) -> None:
+    random = np.random.default_rng(size)
+    theta = narrow(
+        (random.standard_normal(size) * 10.0 ** random.uniform(-42, 2, size)).astype(np.float32), number_format
+    )
+    theta[random.random(size) < 0.2] = -0.0
+    H = (10.0 ** random.uniform(-8, 2, size)).astype(np.float32)
+    # A scalar of 0 makes directions of both zeros, and a parameter of -0 shows which.
+    numbers = (0.0, 0.75, -0.0, 1e-40, -3.5)
+    records = [
+        Record(r + 1, 7 + r, 0.01, 1e-3, nu, 1e-6, ((float(np.float32(number)),),), 2)
+        for r, (number, nu) in enumerate(zip(numbers, (0.3, 0.1, 0.0, 0.1, 0.7), strict=True))
+    ]
+    scheme = Scheme(3, "hiso", distribution, policy)
+    expected, found = (theta.copy(), {"H": H.copy()}), (theta.copy(), {"H": H.copy()})
+    backend_reference.apply(*expected, scheme, records, offset, 1)
+    backend_numba.apply(*found, compile_records(records, scheme), offset, 1)
+    assert_same_bits(found[0], expected[0], "theta")
+    assert_same_bits(found[1]["H"], expected[1]["H"], "H")
 
 
 @GRID
