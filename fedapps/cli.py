@@ -188,10 +188,10 @@ def _clients_of(resume: Path, clients: int) -> int:
 
 @contextmanager
 def _told(console: Console) -> Iterator[None]:
-    """Print the project's own errors as one message, and end with exit code 1."""
+    """Print the project's own errors, and those of files, as one message, and end with exit code 1."""
     try:
         yield
-    except FedAppsError as error:
+    except (FedAppsError, OSError) as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, markup=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedapps.settings import setting
+from fedapps.zeroth_order.scheme import radius
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +36,15 @@ class ProbeSettings:
     )
 
     def mu_of(self, server_round: int) -> float:
-        """Give the radius of a round.
+        """Give the radius of a round; see `fedapps.zeroth_order.scheme.radius`.
 
         Args:
             server_round: The round, from 1.
 
         Returns:
-            ``mu * mu_decay ** (round - 1)``.
+            The radius.
         """
-        return self.mu * self.mu_decay ** (server_round - 1)
+        return radius(self.mu, self.mu_decay, server_round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,14 @@ def test_a_mistake_is_told_in_one_message_with_exit_code_1(
     assert "Traceback" not in output
 
 
+def test_a_file_where_a_folder_belongs_is_told_in_one_message(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("not a folder")
+    output = call("run", "--method", "fedavg", *SITES, "--out", str(tmp_path / "runs"), code=1)
+    assert "Traceback" not in output
+    assert "Error: [Errno" in output
+    assert str(tmp_path / "runs") in output
+
+
 def test_a_run_that_fails_says_so_and_ends_with_exit_code_1(tmp_path: Path) -> None:
     output = call("run", "--method", "fedavg", *SITES, "--set", "lr=1e30", "--set", "local-epochs=3", "--set",
                   "max-consecutive-failed-rounds=1", "--out", str(tmp_path), code=1)  # fmt: skip

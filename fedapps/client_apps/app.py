@@ -85,5 +85,7 @@ def evaluate(message: Message, context: Context) -> Message:
     evaluate_with = get_method(work.settings.method).load_evaluate() or evaluate_model
     with pinned(work.settings.compute_threads):
         metrics = evaluate_with(work)
+    if isinstance(metrics, RecordDict):
+        return Message(metrics, reply_to=message)
     record = MetricRecord({NUM_EXAMPLES: len(work.data.test), **metrics})
     return Message(RecordDict({METRICS: record}), reply_to=message)

@@ -16,8 +16,8 @@ from logging import getLogger
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
 
+from fedapps.errors import CheckpointError
 from fedapps.results.storage import load_arrays, save_arrays, sync_file
 
 logger = getLogger("flwr")
@@ -61,7 +61,7 @@ class ClientStore:
         path = self._path(last_folded)
         try:
             return load_arrays(path)
-        except (OSError, SafetensorError) as error:
+        except (OSError, CheckpointError) as error:
             logger.error("client store %s: the state of round %d is lost (%s)", self.folder, last_folded, error)
             return None
 

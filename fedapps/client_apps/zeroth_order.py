@@ -66,22 +66,26 @@ def train(work: ClientWork) -> RecordDict:
         return _answer(work, {NEED_FROM: need.after})
 
 
-def evaluate(work: ClientWork) -> dict[str, float]:
+def evaluate(work: ClientWork) -> dict[str, float] | RecordDict:
     """Measure the replica on the client's own held-out data.
 
     Args:
         work: The round; its message holds a slice of the journal in place of a model.
 
     Returns:
-        ``validation-...`` and ``test-...``.
+        ``validation-...`` and ``test-...``, or the content of a reply that says from which round the client needs the
+        journal.
     """
     task: TorchTask = work.task  # type: ignore[assignment]  # the registry admits torch tasks only
-    with caught_up(work) as client, quiet(client.model):
-        return {
-            f"{split}-{name}": value
-            for split, data in (("validation", work.data.validation), ("test", work.data.test))
-            for name, value in task.evaluate_module(client.model, data).items()
-        }
+    try:
+        with caught_up(work) as client, quiet(client.model):
+            return {
+                f"{split}-{name}": value
+                for split, data in (("validation", work.data.validation), ("test", work.data.test))
+                for name, value in task.evaluate_module(client.model, data).items()
+            }
+    except NeedMoreError as need:
+        return _answer(work, {NEED_FROM: need.after})
 
 
 def train_fedzo(work: ClientWork) -> RecordDict:

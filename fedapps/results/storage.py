@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fedapps.errors import CheckpointError, explain
@@ -174,11 +174,16 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         arrays: Name -> boolean, integer, floating or complex array of any shape, ``()`` included.
 
     Raises:
-        CheckpointError: An array has another dtype.
+        CheckpointError: An array has another dtype, or the file cannot be written, for want of space for instance.
     """
     plain = {name: _plain(name, array) for name, array in arrays.items()}
-    # The format sorts tensors by dtype and name; the order of the model is kept beside them.
-    save_file(plain, path, metadata={_NAMES: json.dumps(list(arrays))})
+    try:
+        # The format sorts tensors by dtype and name; the order of the model is kept beside them.
+        save_file(plain, path, metadata={_NAMES: json.dumps(list(arrays))})
+    except SafetensorError as error:
+        size = sum(array.nbytes for array in plain.values())
+        expected, do = f"to write {size} bytes", "make room, or choose a folder that can be written"
+        raise CheckpointError(explain(str(path), expected=expected, got=str(error), do=do)) from error
 
 
 def _plain(name: str, array: np.ndarray) -> np.ndarray:
@@ -204,7 +209,14 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 
     Returns:
         Name -> array, writable, in the order in which they were saved.
+
+    Raises:
+        CheckpointError: It is damaged.
     """
-    with safe_open(path, framework="numpy") as file:
-        names = json.loads((file.metadata() or {}).get(_NAMES, "null"))
-        return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = json.loads((file.metadata() or {}).get(_NAMES, "null"))
+            return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
+    except SafetensorError as error:
+        do = "take a whole copy of it; it may have been cut off"
+        raise CheckpointError(explain(str(path), expected="a safetensors file", got=str(error), do=do)) from error

@@ -323,9 +323,14 @@ def _evaluate(state: _Run, server_round: int) -> None:
 def _evaluate_on_clients(state: _Run, server_round: int, config: ConfigRecord) -> None:
     started = time.monotonic()
     messages = state.strategy.configure_evaluate(server_round, pack_arrays(state.arrays), config, state.grid)
-    replies = exchange(state.grid, messages, state.settings.round_timeout)
-    metrics, num_examples = state.strategy.evaluation_results(replies)
-    for partition, values in metrics.items():
+    metrics: dict[int, dict[str, float]] = {}
+    num_examples: dict[int, int] = {}
+    while messages:
+        replies = exchange(state.grid, messages, state.settings.round_timeout)
+        found, counts = state.strategy.evaluation_results(replies)
+        metrics, num_examples = metrics | found, num_examples | counts
+        messages = state.strategy.take_resends()
+    for partition, values in sorted(metrics.items()):
         client_row = {"round": server_round, "partition": partition, "num-examples": num_examples[partition], **values}
         state.folder.append_clients(client_row)
     ledger = state.grid.take_rows(state.strategy)

@@ -31,7 +31,7 @@ from fedapps.strategies.scalar_replies import fingerprint_of, majority, need_of,
 from fedapps.zeroth_order.aggregate import aggregate_scalars
 from fedapps.zeroth_order.dispatch import kernel_checksum
 from fedapps.zeroth_order.journal import Slice
-from fedapps.zeroth_order.scheme import Record, Scalars, Scheme
+from fedapps.zeroth_order.scheme import Record, Scalars, Scheme, radius
 from fedapps.zeroth_order.wire import pack_slice
 
 
@@ -68,6 +68,7 @@ class HiSo(RoundMixin, Strategy):
         self._out_again: list[Message] = []
         self._unsettled: Record | None = None
         self._votes: dict[int, str] = {}
+        self._asked: dict[int | None, Message] = {}
         self._num_records: int | None = None
 
     @classmethod
@@ -171,19 +172,11 @@ class HiSo(RoundMixin, Strategy):
             **pack_slice(part),
             "base": bytes.fromhex(self._opened().journal.header.base.fingerprint),
             "next-first-step": part.through * self.scalars.tau,
-            "next-mu": self.mu_of(part.through + 1),
+            "next-mu": self._mu(part.through + 1),
         }
 
-    def mu_of(self, server_round: int) -> float:
-        """Give the radius of a round.
-
-        Args:
-            server_round: The round, from 1.
-
-        Returns:
-            The radius.
-        """
-        return self.scalars.mu * self.scalars.mu_decay ** (server_round - 1)
+    def _mu(self, server_round: int) -> float:
+        return radius(self.scalars.mu, self.scalars.mu_decay, server_round)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -222,16 +215,23 @@ class HiSo(RoundMixin, Strategy):
         if partition is None or need is None or partition in self._resends:
             super().receive_message(message)
             return
-        sent, self._needs[partition] = self._messages[partition], need
+        self._resends[partition] = self._messages[partition] = self._sent_again(
+            self._messages[partition], partition, need
+        )
+        self._out_again.append(self._resends[partition])
+
+    def _sent_again(self, sent: Message, partition: int, need: int) -> Message:
+        """Compose a message once more, with the journal from where its client needs it."""
+        self._needs[partition] = need
         self.note(f"client {partition} has lost its journal: sent again from round {need}")
-        self._resends[partition] = self._messages[partition] = Message(
-            RecordDict({**sent.content, **self.records_for(partition, self.report.server_round - 1)}),
+        through = int(sent.content.config_records[JOURNAL]["through"])  # type: ignore[arg-type]
+        return Message(
+            RecordDict({**sent.content, **self.records_for(partition, through)}),
             dst_node_id=sent.metadata.dst_node_id,
-            message_type=MessageType.TRAIN,
+            message_type=sent.metadata.message_type,
             group_id=sent.metadata.group_id,
             ttl=sent.metadata.ttl,
         )
-        self._out_again.append(self._resends[partition])
 
     def take_resends(self) -> list[Message]:
         """Hand over the messages for clients that lack more of the journal.
@@ -287,7 +287,7 @@ class HiSo(RoundMixin, Strategy):
             self._scalars, rule=options.aggregation, weights=self._weights, trim=options.trim, clip=options.clip
         )
         self._unsettled = Record(
-            server_round, (server_round - 1) * options.tau, self._lr, self.mu_of(server_round), options.nu,
+            server_round, (server_round - 1) * options.tau, self._lr, self._mu(server_round), options.nu,
             options.eps, G, len(self._scalars), momentum=options.momentum,
         )  # fmt: skip
         self._scalars, self._votes = {}, {}
@@ -393,6 +393,46 @@ class HiSo(RoundMixin, Strategy):
         arrays, metrics = super().aggregate_train(server_round, replies)
         self.settle()
         return (None if arrays is None else pack_arrays(self.model())), metrics
+
+    # Evaluation ------------------------------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask every client to evaluate its replica, as `RoundMixin` does.
+
+        Args:
+            server_round: The round.
+            arrays: The model.
+            config: Entries to send to every client.
+            grid: Flower's grid.
+
+        Returns:
+            One message for each partition that has a node.
+        """
+        messages = super().configure_evaluate(server_round, arrays, config, grid)
+        self._asked = {self.roster.partition_of(message.metadata.dst_node_id): message for message in messages}
+        self._out_again = []
+        return messages
+
+    def evaluation_results(self, replies: Iterable[Message]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
+        """Sort evaluation replies by partition; a client that lacks more of the journal is asked again, once.
+
+        Args:
+            replies: The replies, in any order.
+
+        Returns:
+            Partition -> metrics, and partition -> number of examples.
+        """
+        return super().evaluation_results(reply for reply in replies if not self._lacks_journal(reply))
+
+    def _lacks_journal(self, reply: Message) -> bool:
+        need = None if reply.has_error() else need_of(reply.content)
+        partition = self.roster.partition_of(reply.metadata.src_node_id)
+        if need is None or partition is None or partition not in self._asked:
+            return False
+        self._out_again.append(self._sent_again(self._asked.pop(partition), partition, need))
+        return True
 
     # Resume ----------------------------------------------------------------------------------
 

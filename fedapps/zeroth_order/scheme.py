@@ -159,6 +159,20 @@ class Record:
         return self.first_step + self.tau
 
 
+def radius(mu: float, mu_decay: float, server_round: int) -> float:
+    """Give the radius of a round's probes.
+
+    Args:
+        mu: In round 1.
+        mu_decay: Factor a round.
+        server_round: The round, from 1.
+
+    Returns:
+        ``mu * mu_decay ** (round - 1)``.
+    """
+    return mu * mu_decay ** (server_round - 1)
+
+
 def check_scalars(scalars: Scalars, *, where: str, shape: tuple[int, int] | None = None) -> None:
     """Refuse scalars that are no finite `tau x P` matrix of float32 values.
 

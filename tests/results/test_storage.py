@@ -109,6 +109,21 @@ def test_no_arrays_are_a_file_too(tmp_path: Path) -> None:
     assert load_arrays(tmp_path / "none.safetensors") == {}
 
 
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_arrays(path, ARRAYS)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: expected a safetensors file, got .*; take a whole copy"
+    ):
+        load_arrays(path)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing/w\.safetensors: expected to write 16 bytes, got .*; make room"):
+        save_arrays(tmp_path / "missing" / "w.safetensors", {"w": np.ones(2)})
+
+
 def test_a_file_of_somebody_else_loads(tmp_path: Path) -> None:
     save_file({"w": np.ones(2)}, tmp_path / "w.safetensors")
     np.testing.assert_array_equal(load_arrays(tmp_path / "w.safetensors")["w"], np.ones(2))

@@ -358,6 +358,27 @@ def test_a_client_that_lost_its_journal_gets_it_within_the_round(
     assert journal_of(run) == journal_of(straight)
 
 
+def test_a_client_that_lost_its_journal_gets_it_within_the_evaluation(
+    tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    config = {"client-evaluation": "every", "client-test-fraction": 0.25}
+    straight = tiny(tmp_path / "straight", config)
+    shutil.rmtree(tmp_path / "nodes")
+    configure = HiSo.configure_evaluate
+
+    def loses(self: HiSo, server_round: int, *args: Any) -> Any:
+        if server_round == 3:
+            shutil.rmtree(nodes(1))
+        return configure(self, server_round, *args)
+
+    monkeypatch.setattr(HiSo, "configure_evaluate", loses)
+    run = tiny(tmp_path / "run", config)
+    assert "client 1 has lost its journal: sent again from round 0" in log.text
+    assert run.folder.read_clients() == straight.folder.read_clients()
+    assert [row["partition"] for row in run.folder.read_clients() if row["round"] == 3] == [0, 1, 2, 3, 4, 5]
+    assert journal_of(run) == journal_of(straight)
+
+
 def test_a_lost_journal_of_a_simulated_client_is_replaced_by_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
