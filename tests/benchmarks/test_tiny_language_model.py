@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-transformers = pytest.importorskip("transformers")
-
 import torch
 
 from fedapps.tasks.language.encoding import label_ids
@@ -20,14 +17,14 @@ from fedapps.tasks.language.prompts import PROMPTS
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PLAIN = ["a great many friends", "the music in this film", "one terrible road", "its second half"]
 
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not part of the package")
 
 
 def write_sst2(folder: Path) -> None:
     random = np.random.default_rng(0)
-    rows = ["sentence\tlabel"]
-    for i in range(400):
-        rows.append(f"{random.choice(PLAIN)} is {('awful', 'lovely')[i % 2]}\t{i % 2}")
+    sentences = (f"{random.choice(PLAIN)} is {('awful', 'lovely')[i % 2]}\t{i % 2}" for i in range(400))
+    rows = ["sentence\tlabel", *sentences]
     folder.mkdir(parents=True)
     for name in ("train.tsv", "dev.tsv"):
         (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
