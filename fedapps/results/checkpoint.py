@@ -175,6 +175,20 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return _assemble(folder / name, complete[name])
 
 
+def read_num_partitions(folder: Path) -> int | None:
+    """Read the number of clients of a run, which is the same in all its checkpoints, without reading a model.
+
+    Args:
+        folder: The run folder.
+
+    Returns:
+        The number; None without a checkpoint.
+    """
+    paths = [folder / name / _STATE for name in (CURRENT, PREVIOUS)]
+    there = next((path.parent for path in paths if path.is_file()), None)
+    return None if there is None else int(_read_state(there)["num-partitions"])
+
+
 def _defect(folder: Path) -> str | None:
     """Say why a checkpoint is not complete; None if it is."""
     if not folder.is_dir():

@@ -17,6 +17,12 @@ from fedapps.results.tables import Spread
 REFERENCES = ("localtrain", "globaltrain")
 """Methods that gains are measured against."""
 
+DATA_SETTINGS = (
+    "task", "task-options", "seed", "partition", "alpha", "classes-per-client", "partition-column", "partition-min-size",
+    "validation-fraction", "client-validation-fraction", "client-test-fraction",
+)  # fmt: skip
+"""Settings that, with the number of clients, fix what data each client has: `fedapps.tasks.from_settings` reads them."""
+
 METRICS = ("accuracy", "statistical-error", "loss")
 """What a personal model is judged by: the first that the runs have."""
 
@@ -191,24 +197,25 @@ def client_table(runs: Sequence[Run]) -> list[ClientRow]:
 
 
 def client_gains(runs: Sequence[Run]) -> Gains:
-    """Measure each client's gain over LocalTrain and GlobalTrain with the same task and seed.
+    """Measure each client's gain over LocalTrain and GlobalTrain on the same data of the same clients.
 
     Args:
         runs: The runs.
 
     Returns:
-        The gains, difference of the metric (of errors and losses: the reference's minus the method's); empty without a run
-        of a reference.
+        The gains, difference of the metric (of errors and losses: the reference's minus the method's), for the methods of
+        which a run has the `DATA_SETTINGS` and the number of clients of a run of the reference. Of several such runs of
+        a reference the last counts.
     """
     metric = personal_metric(runs)
     sign = 1.0 if metric == "accuracy" else -1.0
     gains: dict[str, dict[str, dict[int, float]]] = {}
     for reference in REFERENCES:
-        bases = {(run.task, run.settings.get("seed", 0)): _by_client(run) for run in runs if run.method == reference}
+        bases = {_data_of(run): _by_client(run) for run in runs if run.method == reference}
         for label, group in group_runs([run for run in runs if run.method not in REFERENCES]).items():
             differences: dict[int, list[float]] = {}
             for run in group:
-                base = bases.get((run.task, run.settings.get("seed", 0)), {})
+                base = bases.get(_data_of(run), {})
                 for partition, value in _by_client(run).items():
                     if partition in base:
                         differences.setdefault(partition, []).append(sign * (value - base[partition]))
@@ -216,6 +223,14 @@ def client_gains(runs: Sequence[Run]) -> Gains:
                 means = {p: sum(values) / len(values) for p, values in sorted(differences.items())}
                 gains.setdefault(reference, {})[label] = means
     return gains
+
+
+def _data_of(run: Run) -> tuple[Scalar | None, ...]:
+    """Give what fixes the data of a run's clients."""
+    folder = RunFolder.open(run.path)
+    # A run without its checkpoint has lost the number; what is left of it are the clients that were evaluated.
+    num_clients = folder.read_num_clients() or 1 + max((row["partition"] for row in folder.read_clients()), default=0)
+    return num_clients, *(run.settings.get(key) for key in DATA_SETTINGS)
 
 
 def _by_client(run: Run) -> dict[int, float]:

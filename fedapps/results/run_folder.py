@@ -372,6 +372,14 @@ class RunFolder:
         """
         return checkpoints.load_checkpoint(self.path)
 
+    def read_num_clients(self) -> int | None:
+        """Read the number of clients, which no setting says.
+
+        Returns:
+            The number; None without a checkpoint.
+        """
+        return checkpoints.read_num_partitions(self.path)
+
 
 def _file_safe(part: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", part)[:_LONGEST_PART].strip("-") or "unnamed"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fedapps.errors import FedAppsError
+from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.personal import client_gains, client_table, personal_metric, personal_table
 from fedapps.results.plots import plot_gains
 from fedapps.results.report import Run, load_run
@@ -20,11 +21,21 @@ from fedapps.results.tables import to_csv, to_markdown
 
 
 def make(
-    root: Path, method: str, seed: int, values: list[float], metric: str = "accuracy", shared: float | None = 0.5
+    root: Path,
+    method: str,
+    seed: int,
+    values: list[float],
+    metric: str = "accuracy",
+    shared: float | None = 0.5,
+    clients: int | None = None,
+    **settings: Any,
 ) -> Run:
     """A run of two evaluated rounds; the first was worthless."""
     folder = RunFolder.create(root, method=method, task="digits", seed=seed)
-    folder.write_settings({"method": method, "task": "digits", "seed": seed, "num-server-rounds": 2})
+    own = {key.replace("_", "-"): value for key, value in settings.items()}
+    folder.write_settings({"method": method, "task": "digits", "seed": seed, "num-server-rounds": 2, **own})
+    if clients is not None:
+        folder.save_checkpoint(Checkpoint(2, "e", method, "digits", clients, {}, {}, {}, {}))
     for number, scale in ((1, 0.0), (2, 1.0)):
         metrics: dict[int, dict[str, float]] = {}
         for partition, value in enumerate(values):
@@ -63,6 +74,52 @@ def test_gains_are_client_by_client_against_the_same_seed(tmp_path: Path) -> Non
     assert gains["globaltrain"]["fedclup"] == pytest.approx({0: 0.1, 1: -0.2})
     plot_gains(gains, tmp_path / "gains.png", quantity="accuracy")
     assert (tmp_path / "gains.png").stat().st_size > 5000
+
+
+DATA: dict[str, Any] = {
+    "task": "digits", "task_options": "", "partition": "classes", "alpha": 0.1, "classes_per_client": 2,
+    "partition_column": "", "partition_min_size": 1, "validation_fraction": 0.0, "client_validation_fraction": 0.1,
+    "client_test_fraction": 0.2, "clients": 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"task": "mnist"}, {"task_options": "examples = 5"}, {"partition": "iid"}, {"alpha": 1.0}, {"classes_per_client": 5},
+        {"partition_column": "site"}, {"partition_min_size": 3}, {"validation_fraction": 0.1},
+        {"client_validation_fraction": 0.0}, {"client_test_fraction": 0.3}, {"clients": 10}, {"seed": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_reference_on_other_data_is_none(tmp_path: Path, other: dict[str, Any]) -> None:
+    """The method gains over its own reference, whatever comes last, and nothing over that of other data alone."""
+
+    def local(value: float, **settings: Any) -> Run:
+        return make(tmp_path, "localtrain", values=[value, value], shared=None, **{"seed": 0, **DATA, **settings})
+
+    method = make(tmp_path, "fedclup", 0, [0.9, 0.6], **DATA, lr=0.3)
+    own, foreign = local(0.5, lr=0.1), local(0.8, **other)
+    assert client_gains([method, own, foreign])["localtrain"]["fedclup"] == pytest.approx({0: 0.4, 1: 0.1})
+    assert client_gains([method, foreign]) == {}
+
+
+def test_methods_on_two_splits_have_a_reference_each(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path, method, 0, values, shared=None, **{**DATA, "classes_per_client": k})
+        for k, method, values in (
+            (2, "ditto", [0.9, 0.9]), (2, "localtrain", [0.8, 0.7]), (5, "ditto", [0.6, 0.6]), (5, "localtrain", [0.2, 0.7]),
+        )
+    ]  # fmt: skip
+    gains = client_gains(runs)["localtrain"]
+    assert gains["ditto (classes-per-client=2)"] == pytest.approx({0: 0.1, 1: 0.2})
+    assert gains["ditto (classes-per-client=5)"] == pytest.approx({0: 0.4, 1: -0.1})
+
+
+def test_without_a_checkpoint_the_evaluated_clients_are_counted(tmp_path: Path) -> None:
+    method = make(tmp_path, "ditto", 0, [0.9, 0.6], clients=2)
+    two, three = (make(tmp_path, "localtrain", 0, [0.5] * n, shared=None) for n in (2, 3))
+    assert client_gains([method, two, three])["localtrain"]["ditto"] == pytest.approx({0: 0.4, 1: 0.1})
 
 
 def test_a_smaller_error_is_a_gain(tmp_path: Path) -> None:
