@@ -43,12 +43,13 @@ def explain(where: str, *, expected: str, got: str, do: str) -> str:
     """Compose an error message in the project's one form.
 
     Args:
-        where: The place, for example ``"layer 'fc1', client 3"``.
+        where: The place, for example ``"layer 'fc1', client 3"``; may be empty.
         expected: What would have been right.
         got: What came.
         do: What the reader can do about it.
 
     Returns:
-        ``"<where>: expected <expected>, got <got>; <do>"``.
+        ``"<where>: expected <expected>, got <got>; <do>"``, without the place and its colon if that is empty.
     """
-    return f"{where}: expected {expected}, got {got}; {do}"
+    place = f"{where}: " if where else ""
+    return f"{place}expected {expected}, got {got}; {do}"

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 
 from fedapps.curvature.solve import PIVOT_MARGIN, damping_ladder, not_definite, not_finite
+from fedapps.errors import CurvatureError, explain
 
 OUTSIDE_MARGIN = 30.0
 """A part outside the rows' span below this many epsilons of the gradient's norm is the rounding of the projection."""
@@ -330,20 +331,30 @@ class Preconditioned(NamedTuple):
     added_damping: float
 
 
-def precondition(G: torch.Tensor, P: torch.Tensor, *, where: str) -> Preconditioned:
+def precondition(G: torch.Tensor, P: torch.Tensor, *, where: str = "") -> Preconditioned:
     """Divide a gradient by a block: ``G (P + d I)^-1`` with the smallest ``d`` of `damping_ladder` that can be factorised.
 
     Args:
         G: ``(out, width)``.
-        P: ``(width, width)``; symmetrised before use.
-        where: Layer and client, for messages.
+        P: ``(width, width)``, damping included; symmetrised before use.
+        where: Layer and client, for messages; may be empty.
 
     Returns:
         The update, and the matrix that it was divided by, in float32 or better.
 
     Raises:
-        CurvatureError: An input is not finite, or ``P`` is not positive definite even with the last damping of the ladder.
+        CurvatureError: The shapes do not fit, an input is not finite, or ``P`` is not positive definite even with the last
+            damping of the ladder.
     """
+    if P.dim() != 2 or G.dim() != 2 or P.shape != 2 * G.shape[1:]:
+        raise CurvatureError(
+            explain(
+                where,
+                expected="a gradient of shape (out, width) and P of shape (width, width)",
+                got=f"{tuple(G.shape)} and {tuple(P.shape)}",
+                do="fold the bias as last column into the gradient and as a trailing 1 into the rows, or into neither",
+            )
+        )
     divisor = factorise_matrix(widened(P)[None], where=where)
     update = divide(divisor, widened(G).to(divisor.P.dtype)[None], where=where)
     return Preconditioned(update[0], divisor.P[0], divisor.added_damping)

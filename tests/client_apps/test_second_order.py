@@ -173,7 +173,16 @@ def test_the_wire_format_holds_for_convex_models_too(tmp_path: Path) -> None:
     assert 0 < distance < 0.1
 
 
-# The documented snippet -----------------------------------------------------------------------------------
+# The documented snippets ----------------------------------------------------------------------------------
+
+needs_docs = pytest.mark.skipif(not DOCS.exists(), reason="the documentation is not here")
+
+
+def snippet(section: str) -> str:
+    """Give the first Python block of a section, as it stands."""
+    code = re.search(rf"^## {section}$.*?^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    assert code is not None
+    return code[1]
 
 
 def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
@@ -208,11 +217,19 @@ def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_the_functional_form_needs_no_flower() -> None:
-    code = (
-        "import sys, torch\n"
-        "from fedapps.curvature import FoofPreconditioner, covariance, precondition\n"
-        "precondition(torch.ones(2, 3), covariance(torch.randn(9, 3)) + 0.1 * torch.eye(3), where='mine')\n"
-        "sys.exit('flwr' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@needs_docs
+def test_the_functional_form_of_the_docs_is_the_mixing_in_float64_and_needs_no_flower(tmp_path: Path) -> None:
+    """With ``lr = 1`` each ``M_i`` is minus the client's gradient."""
+    code = snippet("In a strategy of your own")
+    done = "\nimport sys\nsys.exit('flwr' in sys.modules)\n"
+    assert subprocess.run([sys.executable, "-c", code + done], check=False).returncode == 0
+    names: dict[str, Any] = {}
+    exec(compile(code, str(DOCS), "exec"), names)
+    P, M = np.zeros((4, 4)), np.zeros((2, 4))
+    for x, y in names["data"]:
+        rows = np.hstack([x.double().numpy(), np.ones((len(x), 1))])
+        P += rows.T @ rows + len(x) * 0.1 * np.eye(4)
+        M += y.double().numpy().T @ rows
+    expected = M @ np.linalg.inv(P)
+    np.testing.assert_allclose(names["weight"], expected[:, :3], atol=1e-5)
+    np.testing.assert_allclose(names["bias"], expected[:, 3:], atol=1e-5)

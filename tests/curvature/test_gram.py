@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -127,6 +129,17 @@ def test_only_the_group_that_needs_it_gets_more_damping() -> None:
 def test_block_that_is_not_definite_is_named() -> None:
     with pytest.raises(CurvatureError, match="layer 'fc1': expected a positive definite"):
         precondition(torch.ones(2, 2), torch.diag(torch.tensor([1.0, -5.0])), where="layer 'fc1'")
+
+
+def test_without_a_place_the_message_starts_with_what_was_expected() -> None:
+    with pytest.raises(CurvatureError, match=r"^expected a positive definite curvature block, got"):
+        precondition(torch.ones(2, 2), torch.diag(torch.tensor([1.0, -5.0])))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3,), (2, 2, 3)], ids=["bias in P only", "vector", "groups"])
+def test_a_gradient_that_does_not_fit_its_block_is_named_with_its_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CurvatureError, match=rf"layer 'fc1': expected .*, got {re.escape(str(shape))} and \(3, 3\)"):
+        precondition(torch.ones(shape), torch.eye(3), where="layer 'fc1'")
 
 
 @pytest.mark.parametrize(
