@@ -142,7 +142,15 @@ class Settings:
     run_dir: str = setting("", "absolute path of the run folder; empty = a new one in FEDAPPS_RUNS")
     resume: bool = setting(False, "go on from the checkpoint in run-dir")
     own: Any = None
-    """The settings of the method: an instance of the class that its registry row names, or None."""
+    """The settings of the method: an instance of the class that its registry row names, or None.
+
+    Such a class may have a method ``check_with(settings)``, for what its keys and the shared ones must fulfil together.
+    """
+
+    def __post_init__(self) -> None:
+        check_with = getattr(self.own, "check_with", None)
+        if check_with is not None:
+            check_with(self)
 
     @property
     def exports(self) -> bool:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedapps.settings import setting
+import numpy as np
+
+from fedapps.errors import SettingsError, explain
+from fedapps.settings import Settings, setting
 from fedapps.zeroth_order.scheme import radius
 
 
@@ -45,6 +48,22 @@ class ProbeSettings:
             The radius.
         """
         return radius(self.mu, self.mu_decay, server_round)
+
+    def check_with(self, settings: Settings) -> None:
+        """Refuse radii that are 0 or infinite in float32, the format of all arithmetic.
+
+        Args:
+            settings: The settings that these are part of.
+
+        Raises:
+            SettingsError: The radius of the first or the last round is none.
+        """
+        last = settings.num_server_rounds
+        if not _held_by_float32(self.mu):
+            raise _not_held("mu", settings.method, got=repr(self.mu), do="choose mu near 1e-3")
+        if not _held_by_float32(self.mu_of(last)):
+            got = f"a radius of {self.mu_of(last):g} in round {last}"
+            raise _not_held("mu-decay", settings.method, got=got, do="bring mu-decay closer to 1, or take fewer rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +105,19 @@ class HiSoSettings(DeComFLSettings):
         choices=("every-step", "last-step", "round-mean"),
     )
 
+    def check_with(self, settings: Settings) -> None:
+        """Refuse radii, and a floor of ``H``, that are 0 or infinite in float32.
+
+        Args:
+            settings: The settings that these are part of.
+
+        Raises:
+            SettingsError: One of them is.
+        """
+        super().check_with(settings)
+        if self.nu > 0 and not _held_by_float32(self.eps):
+            raise _not_held("eps", settings.method, got=repr(self.eps), do="choose eps near 1e-6, or set nu to 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiSoMomentumSettings(HiSoSettings):
@@ -96,3 +128,13 @@ class HiSoMomentumSettings(HiSoSettings):
     """
 
     momentum: float = setting("auto", "weight beta of the past in the momentum", minimum=0, maximum=0.999)
+
+
+def _held_by_float32(value: float) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(0 < np.float32(value) < np.inf)
+
+
+def _not_held(key: str, method: str, *, got: str, do: str) -> SettingsError:
+    expected = "a number above 0 also when rounded to float32 (1.4e-45 to 3.4e38)"
+    return SettingsError(explain(f"setting '{key}' of method '{method}'", expected=expected, got=got, do=do))
