@@ -15,7 +15,7 @@ it: for quadratics of identity curvature it is the ``lambda`` of least error (`f
 If ``R^2`` is below two standard errors the clients cannot be told apart and ``lambda`` takes its upper bound. The standard
 error comes from how ``|v_i - w|^2 - q_i`` varies over clients. It is too large while ``w`` is far from all of them, where
 a fit's distance says little about its distance from the others: then the answer is *not decided*, and the round of local
-fits is repeated from their mean.
+fits is repeated from their mean. So it is if one client of several reported.
 
 Departures: the paper (arXiv 2410.08934, Corollary 1) takes ``R`` as given and has two cases, `Rule.TWO_CASES`, with constants
 that nobody knows; the bounds stand for them. For unequal ``p_i`` the factor ``m/(m-1)`` is ``1/(1 - sum p_i^2)`` and the
@@ -58,8 +58,10 @@ class Reason(StrEnum):
     """``R^2`` is below two standard errors: the clients cannot be told apart."""
     FAR = "far"
     """Not decided: ``R^2`` is below two standard errors, but ``w`` is too far from the fits for these to mean anything."""
+    FEW = "few"
+    """Not decided: of several clients one reported, which says nothing about how they differ."""
     ALONE = "alone"
-    """One client, which has nobody to share with."""
+    """One client in all, which has nobody to share with."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class LambdaReport:
         lam: The chosen ``lambda``; the lower bound while not decided.
         reason: Why.
         unbounded: What the rule says without bounds; infinite where ``R^2`` is not above 0.
-        R2: Estimate of ``R^2``; may be negative.
+        R2: Estimate of ``R^2``; may be negative, and is not a number where one client reported of several.
         standard_error: Of ``R2``, over clients.
         spread: Estimated mean square distance of a fit from the mean of all, noise included.
         noise: Mean of ``q_i``.
@@ -128,7 +130,7 @@ class LambdaReport:
     @property
     def decided(self) -> bool:
         """Whether ``lam`` can be used; if not, repeat the local fits from their mean."""
-        return self.reason is not Reason.FAR
+        return self.reason not in (Reason.FAR, Reason.FEW)
 
     def describe(self) -> str:
         """Say the choice and its grounds in one line.
@@ -149,6 +151,7 @@ _REASONS = {
     Reason.ABOVE_BOUND: "upper bound; the rule's value is above it",
     Reason.ALIKE: "upper bound; clients cannot be told apart",
     Reason.FAR: "not decided; repeat the local fits from their mean",
+    Reason.FEW: "not decided; repeat the local fits, of which two at least are needed",
     Reason.ALONE: "lower bound; a single client has nobody to share with",
 }
 
@@ -159,6 +162,7 @@ def choose_lambda(
     mean_distance2: float,
     dimension: int,
     config: ChoiceConfig,
+    num_clients: int | None = None,
 ) -> LambdaReport:
     """Choose ``lambda`` from one round of local fits.
 
@@ -168,6 +172,7 @@ def choose_lambda(
         mean_distance2: ``|sum p_i v_i - w|^2``, of the mean reply of the round, with the same weights.
         dimension: ``d``, the number of personalised parameters.
         config: Bounds, factor and rule.
+        num_clients: ``N``, clients in all; None if all have reported.
 
     Returns:
         The choice and its grounds.
@@ -185,7 +190,9 @@ def choose_lambda(
     s2 = float(p @ [fits[i].variance for i in order])
     n = 1.0 / float(p @ [1.0 / fits[i].num_examples for i in order])
     if len(order) == 1:
-        return LambdaReport(config.lower, Reason.ALONE, config.lower, 0.0, 0.0, 0.0, float(q[0]), s2, n, dimension, 1)
+        alone = num_clients in (None, 1)
+        reason, R2 = (Reason.ALONE, 0.0) if alone else (Reason.FEW, math.nan)
+        return LambdaReport(config.lower, reason, config.lower, R2, R2, R2, float(q[0]), s2, n, dimension, 1)
     others = 1.0 - float(p @ p)
     spread = (float(p @ distance2) - mean_distance2) / others
     noise = float((p * (1 - p)) @ q) / others

@@ -7,7 +7,8 @@ known differences of *all* clients, weighted over all ``N`` by what the handshak
 theory's step is the greatest of the clients' own, each reported once.
 
 With a `ChoiceConfig` the run begins with a round of local fits by every client, from which ``lambda`` is chosen
-(`fedapps.personalization.choose_lambda`), repeated from their mean while the choice is not decided.
+(`fedapps.personalization.choose_lambda`), repeated from their mean while the choice is not decided: one reply of several
+clients decides nothing.
 
 A client that has lost its store cannot take back what the sum holds of it. Then the sum starts anew: the round changes no
 personal tensor, and from the next one on every client's reply counts as its first.
@@ -311,6 +312,7 @@ class FedCLUP(RoundMixin, Strategy):
             float(sum(np.sum(d**2) for d in mean)),
             sum(self._model[name].size for name in current.names),
             choice,
+            self.roster.num_partitions,
         )
         self._fit_rounds += 1
         self.report.notes.append(report.describe())

@@ -99,6 +99,17 @@ def test_bounds_and_reasons(
     assert f"lambda = {lam:.4g}" in report.describe()
 
 
+def test_one_fit_decides_for_a_client_that_is_alone_and_for_no_other() -> None:
+    few = choose_lambda(fits_of([3]), {0: 1.0}, 3.0, 3, WIDE, num_clients=10)
+    assert (few.reason, few.lam, few.decided) == (Reason.FEW, 1e-6, False)
+    assert math.isnan(few.R2)
+    assert "not decided" in few.describe()
+    alone = choose_lambda(fits_of([3]), {0: 1.0}, 3.0, 3, WIDE, num_clients=1)
+    assert (alone.reason, alone.decided) == (Reason.ALONE, True)
+    two = choose_lambda(fits_of([4, 6]), {0: 1.0, 1: 1.0}, 0.5, 3, WIDE, num_clients=10)
+    assert two.decided
+
+
 @pytest.mark.parametrize(("n", "expected"), [pytest.param(10, 0.1, id="R above"), pytest.param(2, 7.0, id="R below")])
 def test_the_papers_two_cases_compare_r_with_one_over_root_n(n: int, expected: float) -> None:
     """R^2 = (4/3)(0.5 - 0.1) - 0.4 = 0.133: above 1/10, below 1/2."""

@@ -219,6 +219,27 @@ def test_an_undecided_choice_is_repeated_and_ends_with_the_fixed_lambda() -> Non
     assert "not decided after 3 rounds" in strategy.report.notes[-1]
 
 
+def test_one_surviving_reply_of_three_decides_no_lambda() -> None:
+    """The round of fits is repeated by all; with all of them it is decided as if the first had not been."""
+    strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3, upper=10.0)), [20, 20, 20])
+    one_round(strategy, {1: fit_of((1, 0))})
+    assert strategy.choosing
+    assert "not decided" in strategy.report.notes[0]
+    assert "nobody to share with" not in strategy.report.notes[0]
+    assert strategy.sample(2) == [0, 1, 2]
+    assert plan_of(strategy, 0).fitting
+    one_round(strategy, {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])}, number=2)
+    assert not strategy.choosing
+    assert strategy.lam == pytest.approx(0.2 * 2 / (20 * (1.5 * 8 / 9 - 0.01)), rel=1e-12)
+
+
+def test_a_client_that_is_alone_trains_alone() -> None:
+    strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3)), [20])
+    one_round(strategy, {0: fit_of((1, 0))})
+    assert (strategy.choosing, strategy.lam) == (False, 1e-3)
+    assert "a single client has nobody to share with" in strategy.report.notes[0]
+
+
 def test_a_fit_without_its_scalars_is_refused() -> None:
     strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig()), [20, 20, 20])
     one_round(strategy, {0: fit_of((1, 0)), 1: reply_of([1.0, 0.0]), 2: fit_of((0, 1))})
