@@ -80,7 +80,12 @@ class DeComFLSettings(ProbeSettings):
     aggregation: str = setting(
         "mean", "how the clients' scalars become one", choices=("mean", "median", "trimmed-mean")
     )
-    trim: float = setting(0.1, "share that trimmed-mean cuts off at each end", minimum=0, maximum=0.49)
+    trim: float = setting(
+        0.1,
+        "share that trimmed-mean cuts off at each end: of 3 clients or more at least one value unless 0, of fewer none",
+        minimum=0,
+        maximum=0.49,
+    )
     clip: float = setting(0.0, "bound of the norm of each client's scalars; 0 = none", minimum=0)
     fingerprint_every: int = setting(
         10, "rounds between two fingerprints in the journal, by which replicas are compared; 0 = none", minimum=0

@@ -14,9 +14,11 @@ References:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,9 @@ from numpy.typing import NDArray
 from fedapps.errors import explain
 from fedapps.zeroth_order.errors import ScalarError
 from fedapps.zeroth_order.scheme import Scalars, check_scalars
+
+LOG = logging.getLogger("flwr")
+"""Flower's logger."""
 
 
 class Aggregation(StrEnum):
@@ -36,7 +41,7 @@ class Aggregation(StrEnum):
     """The median of each entry; weights have no part in it."""
 
     TRIMMED_MEAN = "trimmed-mean"
-    """The mean of each entry without the largest and smallest share; weights have no part in it."""
+    """The mean of each entry without the largest and smallest share, one value at least; weights have no part in it."""
 
 
 def aggregate_scalars(
@@ -53,7 +58,8 @@ def aggregate_scalars(
         replies: Partition -> scalars, all of one shape (tau, P).
         rule: Mean, median or trimmed mean.
         weights: Partition -> weight for the mean; None is uniform.
-        trim: Share cut off at each end by the trimmed mean, in [0, 0.5).
+        trim: Share cut off at each end by the trimmed mean, in [0, 0.5): from three replies on at least one value, unless
+            it is 0. Of fewer replies the trimmed mean is their mean.
         clip: Upper bound of each client's Euclidean norm over all its scalars, or None.
 
     Returns:
@@ -117,5 +123,14 @@ def _trimmed_mean(stacked: NDArray[np.float64], trim: float) -> NDArray[np.float
     if not 0 <= trim < 0.5:
         raise ScalarError(explain("trim", expected="a share in [0, 0.5)", got=repr(trim), do="check the settings"))
     cut = int(trim * len(stacked))
+    if trim > 0 and len(stacked) < 3:
+        _say_untrimmed()
+    elif trim > 0:
+        cut = max(cut, 1)  # With nothing cut off it would be the mean, which one client alone can move at will.
     kept = np.sort(stacked, axis=0)[cut : len(stacked) - cut]
     return _weighted_mean(kept, [1.0] * len(kept))
+
+
+@cache  # one line in the log of a process
+def _say_untrimmed() -> None:
+    LOG.warning("trimmed mean: of fewer than 3 clients' scalars none can be cut off, so their mean is taken")

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fedapps.zeroth_order import aggregate
 from fedapps.zeroth_order.aggregate import Aggregation, aggregate_scalars, clip_norms
 from fedapps.zeroth_order.errors import ScalarError
 
@@ -50,8 +52,34 @@ def test_the_median_and_the_trimmed_mean_withstand_an_outlier() -> None:
 
 def test_trimming_nothing_is_the_mean() -> None:
     replies = replies_of(RANDOM)
-    found = np.array(aggregate_scalars(replies, rule=Aggregation.TRIMMED_MEAN, trim=0.1))
-    np.testing.assert_allclose(found, np.array(aggregate_scalars(replies)), rtol=1e-6)
+    assert aggregate_scalars(replies, rule=Aggregation.TRIMMED_MEAN, trim=0.0) == aggregate_scalars(replies)
+
+
+@pytest.mark.parametrize(
+    ("clients", "trim", "cut"),
+    [(3, 0.1, 1), (4, 0.001, 1), (6, 0.1, 1), (9, 0.1, 1), (10, 0.1, 1), (20, 0.1, 2), (3, 0.49, 1), (7, 0.49, 3)],
+)
+def test_the_trimmed_mean_cuts_off_its_share_and_one_value_at_least(clients: int, trim: float, cut: int) -> None:
+    values = np.random.default_rng(clients).standard_normal((clients, 2, 3)).astype(np.float32)
+    values[clients // 2] = 1e30
+    found = aggregate_scalars(replies_of(values), rule=Aggregation.TRIMMED_MEAN, trim=trim)
+    expected = np.sort(values.astype(np.float64), axis=0)[cut : clients - cut].mean(axis=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert np.abs(found).max() < 10
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_the_trimmed_mean_of_fewer_than_three_is_their_mean_and_says_so_once(
+    clients: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").propagate = True
+    aggregate._say_untrimmed.cache_clear()
+    replies = replies_of(RANDOM[:clients])
+    for _ in range(3):
+        assert aggregate_scalars(replies, rule=Aggregation.TRIMMED_MEAN) == aggregate_scalars(replies)
+    assert [record.message for record in caplog.records] == [
+        "trimmed mean: of fewer than 3 clients' scalars none can be cut off, so their mean is taken"
+    ]
 
 
 def test_clipping_bounds_each_clients_norm() -> None:
