@@ -33,7 +33,7 @@ from fedapps.zeroth_order.layout import fingerprint, layout_of
 from fedapps.zeroth_order.quiet import trainable_parameters
 from fedapps.zeroth_order.replica import Replica
 from fedapps.zeroth_order.scheme import Record
-from fedapps.zeroth_order.store import Store
+from fedapps.zeroth_order.store import NO_STATE, OTHER_RUN, Store
 from fedapps.zeroth_order.tensors import like
 from fedapps.zeroth_order.wire import unpack_slice
 
@@ -253,7 +253,7 @@ def _open_store(work: ClientWork, base: str, key: tuple[Any, ...]) -> Iterator[_
     folder = _store_folder(work)
     threads = work.settings.compute_threads
     with Store(folder, header, lambda: _base(work, header), threads=threads) as store:
-        rebuilt = store.rebuilt not in (None, "no state")
+        rebuilt = store.rebuilt not in (None, NO_STATE, OTHER_RUN)
         yield _Held(key, model, header, store, _read_applied(folder, header), rebuilt)
 
 

@@ -299,10 +299,13 @@ class HiSo(RoundMixin, Strategy):
         They apply the round, which they would do anyway, and answer with the fingerprint of their replicas.
 
         Returns:
-            A message for each client whose scalars were folded; none where no fingerprint is due.
+            A message for each client whose scalars were folded; none where no fingerprint is due, or a client's would be
+            the only vote, which confirms nothing.
         """
         record = self._unsettled
         if record is None or not self.scalars.fingerprint_due(record.round):
+            return []
+        if len(self.report.folded) + (self._opened().replica is not None) < 2:
             return []
         part = Slice(record.round - 1, record.round, (record,))
         journal = ConfigRecord({**self._slice_record(part), CONFIRM: True})
@@ -345,13 +348,17 @@ class HiSo(RoundMixin, Strategy):
         self._unsettled, self._messages = None, {}
         if self.scalars.fingerprint_due(record.round):
             own = kept.fingerprint_after(record)
-            agreed = majority([*self._votes.values(), *([own] if own else [])])
-            if own not in (None, agreed):
+            cast = [*self._votes.values(), *([own] if own else [])]
+            agreed = majority(cast)
+            if own is not None and not self._votes:
+                # Nobody was asked, as under Flower's own loop: the clients compare it in their next round.
+                agreed = own
+            elif own is not None and own != agreed:
                 # Clients of one process answer from one replica. What base and journal lead to outvotes them all.
                 agreed = self._built_again(kept, record, own)
             record = replace(record, fingerprint=agreed)
             for partition, found in self._votes.items():
-                if found != agreed:
+                if found != agreed and len(cast) > 1:
                     self.note(f"client {partition}: its replica went astray and is built again at its next message")
         kept.append(record)
 

@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,9 +39,21 @@ CROP_PADDING = 4
 
 
 class ImageTask(TorchTask):
-    """Classify small images; what the tasks of this module share."""
+    """Classify small images; what the tasks of this module share.
+
+    Args:
+        config: What the settings say about the task.
+        name: Name by which the task was asked for.
+
+    Raises:
+        TaskError: An option is wrong.
+    """
+
+    MODELS: ClassVar[tuple[str, ...]] = ("cnn", "logistic")
+    """Values of the option ``model``."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "model": Option("cnn", "cnn (simple CNN) or logistic (logistic regression on the pixels)"),
         "train-examples": Option(
             0, "size of the training pool, drawn by the run's seed, classes in proportion; 0 = all"
         ),
@@ -63,6 +76,18 @@ class ImageTask(TorchTask):
 
     DEVIATION: ClassVar[tuple[float, ...]]
     """Standard deviation of each channel of the whole training set, pixels in [0, 1]."""
+
+    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
+        super().__init__(config, name)
+        if self.options["model"] not in self.MODELS:
+            raise TaskError(
+                explain(
+                    f"task '{self.name}', option 'model'",
+                    expected=f"{', '.join(self.MODELS[:-1])} or {self.MODELS[-1]}",
+                    got=repr(self.options["model"]),
+                    do="change it in task-options",
+                )
+            )
 
     @abstractmethod
     def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
@@ -106,12 +131,18 @@ class ImageTask(TorchTask):
         }
 
     def build_model(self) -> torch.nn.Module:
-        """Build the simple CNN.
+        """Build the model that the option ``model`` names.
 
         Returns:
             A model from ``(n, channels, height, width)`` to ``(n, classes)``.
         """
-        return simple_cnn(self.IMAGE, self.NUM_CLASSES)
+        match self.options["model"]:
+            case "logistic":
+                return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(prod(self.IMAGE), self.NUM_CLASSES))
+            case "resnet18":
+                return resnet18_groupnorm(self.NUM_CLASSES)
+            case _:
+                return simple_cnn(self.IMAGE, self.NUM_CLASSES)
 
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """Turn pixels 0..255 into float32, less the mean and divided by the deviation of their channel.
@@ -226,8 +257,9 @@ class MnistTask(ImageTask):
 class Cifar10Task(ImageTask):
     """Photographs of 32 x 32 pixels in 10 classes (Krizhevsky 2009): 50,000 + 10,000, or a subset from a file."""
 
+    MODELS = ("cnn", "resnet18", "logistic")
     OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "model": Option("cnn", "cnn (simple CNN) or resnet18 (ResNet-18 with group normalisation)"),
+        "model": Option("cnn", "cnn (simple CNN), resnet18 (ResNet-18 with group normalisation) or logistic"),
         "augment": Option(
             False, "crop training images at random from a border of 4 black pixels, and flip half of them"
         ),
@@ -239,18 +271,6 @@ class Cifar10Task(ImageTask):
     NUM_CLASSES = 10
     MEAN = (0.49139968, 0.48215841, 0.44653091)
     DEVIATION = (0.24703223, 0.24348513, 0.26158784)
-
-    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
-        super().__init__(config, name)
-        if self.options["model"] not in ("cnn", "resnet18"):
-            raise TaskError(
-                explain(
-                    f"task '{self.name}', option 'model'",
-                    expected="cnn or resnet18",
-                    got=repr(self.options["model"]),
-                    do="change it in task-options",
-                )
-            )
 
     def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
         """Read the npz file.
@@ -266,14 +286,6 @@ class Cifar10Task(ImageTask):
         """
         (path,) = files.values()
         return read_npz(path, self.IMAGE, self.NUM_CLASSES)
-
-    def build_model(self) -> torch.nn.Module:
-        """Build the model that the option ``model`` names.
-
-        Returns:
-            A model from ``(n, 3, 32, 32)`` to ``(n, classes)``.
-        """
-        return resnet18_groupnorm(self.NUM_CLASSES) if self.options["model"] == "resnet18" else super().build_model()
 
     def augment(self, batch: Data, random: np.random.Generator) -> Data:
         """Crop and flip the images of a training batch if the option ``augment`` says so.
@@ -294,7 +306,7 @@ class Cifar100Task(Cifar10Task):
     """Photographs of 32 x 32 pixels in 100 classes (Krizhevsky 2009): 50,000 + 10,000, or a subset from a file."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "model": Option("resnet18", "resnet18 (ResNet-18 with group normalisation) or cnn (simple CNN)"),
+        "model": Option("resnet18", "resnet18 (ResNet-18 with group normalisation), cnn (simple CNN) or logistic"),
     }
     FOLDER = "cifar100"
     FILES = ("cifar100_subset.npz",)

@@ -37,6 +37,10 @@ from fedapps.zeroth_order.tensors import ALIGNMENT, Tensor
 LOG = logging.getLogger("flwr")
 """Flower's logger."""
 
+NO_STATE = "no state"
+OTHER_RUN = "the state of another run"
+"""Why a store is started from the base model where nothing went wrong."""
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -130,9 +134,9 @@ class Store:
             size = (self._folder / "state.bin").stat().st_size
             found = (mark["key"], mark["applying"], mark["boot"], mark["round"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return "no state"
+            return NO_STATE
         if found[0] != self._key:
-            return "the state of another run"
+            return OTHER_RUN
         if found[1]:
             return f"an update from round {found[3]} was cut short"
         if found[2] != _boot_id():

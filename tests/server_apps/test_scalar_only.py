@@ -450,6 +450,26 @@ def test_a_replica_in_the_minority_is_rebuilt_at_its_next_message(
     assert journal_of(run) == journal_of(straight)
 
 
+def test_a_lone_client_is_not_asked_for_a_fingerprint(
+    tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    """Where the server holds no model either, nobody could agree: nothing is confirmed, and nothing built again."""
+    sampled_as(monkeypatch, lambda r: [r % 2])
+    run = tiny(tmp_path / "run", {"hiso.fingerprint-every": 1, "evaluate-every": 0})
+    assert [row["rebuilt"] for row in run.rows("train")] == [0] * 6
+    assert "astray" not in log.text
+    assert "built again" not in log.text
+    assert [record.fingerprint for record in Journal.read(run.folder.journal_path).records] == [None] * 6
+
+
+def test_a_second_run_on_a_node_counts_no_rebuilt_replica(
+    tmp_path: Path, nodes: Callable[[int], Path], log: Any
+) -> None:
+    tiny(tmp_path / "one", {"seed": 1})
+    second = tiny(tmp_path / "two", {"seed": 2})
+    assert [row["rebuilt"] for row in second.rows("train")] == [0] * 6
+
+
 def test_an_astray_replica_of_a_process_is_rebuilt_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"hiso.fingerprint-every": 1}
     straight = tiny(tmp_path / "straight", config)

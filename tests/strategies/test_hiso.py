@@ -243,7 +243,7 @@ R, X, Y = right(), b"\1" * 32, b"\2" * 32
         ({0: R, 1: X}, False, None, ["client 0", "client 1"]),
         ({0: X, 1: X, 2: X}, True, R, ["client 0", "client 1", "client 2"]),
         ({0: X, 1: Y}, True, R, ["client 0", "client 1"]),
-        ({0: X}, False, None, ["client 0"]),
+        ({0: R}, False, None, []),
         ({0: b"\1", 1: b"", 2: b"\1"}, False, None, []),
     ],
     ids=[
@@ -283,10 +283,11 @@ def test_a_server_that_went_astray_builds_its_replica_again_and_votes_anew() -> 
 
 def test_a_dead_worker_ends_the_run_also_while_it_confirms() -> None:
     made = strategy()
-    made.roster.node_of = {0: 70}
+    made.roster.node_of = {0: 70, 1: 71}
     for r in (1, 2):
-        made.begin_round(r, {}, [0])
-        made.receive(0, reply(r, GOOD))
+        made.begin_round(r, {}, [0, 1])
+        for partition in (0, 1):
+            made.receive(partition, reply(r, GOOD))
         made.end_round()
         messages = made.confirmations()
         if r == 1:
@@ -321,13 +322,14 @@ def test_a_metric_that_is_no_count_ends_no_run() -> None:
 
 def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_only() -> None:
     made = strategy()
-    made.roster.node_of = {0: 70}
+    made.roster.node_of = {0: 70, 1: 71}
     for r in (1, 2):
-        made.begin_round(r, {}, [0])
-        made.receive(0, reply(r, GOOD))
+        made.begin_round(r, {}, [0, 1])
+        for partition in (0, 1):
+            made.receive(partition, reply(r, GOOD))
         made.end_round()
         messages = made.confirmations()
-        assert len(messages) == (r == 2)
+        assert len(messages) == 2 * (r == 2)
         made.settle()
     record = messages[0].content["journal"]
     part = unpack_slice(record, "server")  # type: ignore[arg-type]

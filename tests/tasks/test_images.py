@@ -184,10 +184,26 @@ def test_the_model_is_an_option(name: str, options: dict[str, Any], resnet: bool
     assert isinstance(task.build_model(), torchvision.models.ResNet) == resnet
 
 
+@every_task
+def test_logistic_regression_is_one_linear_layer_on_the_pixels(name: str) -> None:
+    task = TASKS[name](TaskConfig(options={"model": "logistic"}))
+    pixels = np.random.default_rng(0).integers(0, 256, (3, *task.IMAGE), dtype=np.uint8)
+    inputs, _ = task.tensors(Data(pixels, np.zeros(3, np.int64)))
+    arrays = task.initial_arrays(0)
+    assert [value.shape for value in arrays.values()] == [(task.NUM_CLASSES, pixels[0].size), (task.NUM_CLASSES,)]
+    weight, bias = (value.astype(np.float64) for value in arrays.values())
+    mean, deviation = (np.array(v).reshape(-1, 1, 1) for v in (task.MEAN, task.DEVIATION))
+    expected = ((pixels / 255 - mean) / deviation).reshape(3, -1) @ weight.T + bias
+    found = task.module(arrays)(inputs).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(TaskError, match="option 'model': expected cnn or resnet18, got 'resnet50'"):
+    with pytest.raises(TaskError, match="option 'model': expected cnn or logistic, got 'resnet18'"):
+        MnistTask(TaskConfig(options={"model": "resnet18"}), "mnist")
+    with pytest.raises(TaskError, match="option 'model': expected cnn, resnet18 or logistic, got 'resnet50'"):
         Cifar10Task(TaskConfig(options={"model": "resnet50"}), "cifar10")
-    with pytest.raises(TaskError, match="option 'augment': expected one of train-examples, got an unknown key"):
+    with pytest.raises(TaskError, match="option 'augment': expected one of model, train-examples, got an unknown key"):
         MnistTask(TaskConfig(options={"augment": True}), "mnist")
     with pytest.raises(TaskError, match="option 'augment': expected a value of type bool"):
         Cifar100Task(TaskConfig(options={"augment": 1}), "cifar100")
