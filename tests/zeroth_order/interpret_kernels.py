@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from conftest import problem
 
 from fedapps.zeroth_order import backend_reference, backend_triton, kernels_cuda
 from fedapps.zeroth_order.directions import Distribution
+from fedapps.zeroth_order.dispatch import FUSED
 from fedapps.zeroth_order.number_formats import NumberFormat
 from fedapps.zeroth_order.program import compile_records
 from fedapps.zeroth_order.tensors import like, to_numpy
@@ -25,7 +27,8 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
 
 
 def check(case: int, method: str, number_format: NumberFormat, distribution: Distribution) -> None:
-    p = problem(case, method=method, number_format=number_format, distribution=distribution, size=150 + 101 * case)
+    size = 150 + 101 * (case % 6)
+    p = problem(case, method=method, number_format=number_format, distribution=distribution, size=size)
     name = f"{method}, {number_format}, {distribution}"
     theta, state = p.theta.copy(), {slot: values.copy() for slot, values in p.state.items()}
     found, slots = to_torch(theta), {slot: to_torch(values) for slot, values in state.items()}
@@ -37,19 +40,18 @@ def check(case: int, method: str, number_format: NumberFormat, distribution: Dis
 
     width = p.theta.size // 5
     starts = np.array([0, 3 * width, width], np.int64)
-    expected = np.zeros(3 * width, p.theta.dtype)
-    out = to_torch(expected)
-    backend_reference.displace(p.theta, p.state, p.scheme, p.steps, p.probe, p.offset, starts, width, expected, 1)
     slots = {slot: to_torch(values) for slot, values in p.state.items()}
-    backend_triton.displace(
-        to_torch(p.theta), slots, p.scheme, p.steps, p.probe, p.offset, starts, width, out, 1
-    )  # fmt: skip
-    assert to_numpy(out).tobytes() == expected.tobytes(), f"point: {name}"
+    for probe in (p.probe, None) if p.steps else (p.probe,):
+        expected = np.zeros(3 * width, p.theta.dtype)
+        out, where = to_torch(expected), (p.offset, starts, width)
+        backend_reference.displace(p.theta, p.state, p.scheme, p.steps, probe, *where, expected, 1)
+        backend_triton.displace(to_torch(p.theta), slots, p.scheme, p.steps, probe, *where, out, 1)
+        assert to_numpy(out).tobytes() == expected.tobytes(), f"point, probe {probe}: {name}"
+    sys.stdout.write(f"{name}\n")
 
 
 if __name__ == "__main__":
     kernels_cuda.TILE = 256
-    methods, formats = ("decomfl", "hiso", "hiso-momentum"), list(NumberFormat)
-    for case in range(6):
-        check(case, methods[case % 3], formats[(case // 2) % 3], list(Distribution)[case % 2])
-    sys.stdout.write("ok")
+    # In this order every rule meets each policy for H, with each number of local steps.
+    for case, combination in enumerate(product(FUSED, NumberFormat, Distribution)):
+        check(case, *combination)

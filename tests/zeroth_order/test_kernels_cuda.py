@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="the CUDA path needs torch")
 pytest.importorskip("triton", reason="this build of torch has no triton; the CUDA build does")
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fedapps.zeroth_order import kernels_cuda
+from fedapps.zeroth_order import backend_triton, kernels_cuda
+from fedapps.zeroth_order.directions import Distribution
+from fedapps.zeroth_order.dispatch import FUSED
+from fedapps.zeroth_order.number_formats import NumberFormat
 
+FORMATS = {str(dtype).removeprefix("torch."): code for dtype, code in backend_triton._FORMAT_CODES.items()}
 STORED = ("*fp32", "*i16", "*i16")
 POINTERS = {
     "H": "*fp32", "m": "*fp32", "starts": "*i64", "place": "*i64", "keys": "*i32", "table": "*fp32", "ints": "*i64",
     "floats": "*fp32", "coefficients": "*fp32", "probe_ints": "*i64", "mu": "*fp32",
 }  # fmt: skip
+INEXACT = r"\bfma\b|approx|\.full|ftz"
 
 
 def ptx_of(function: Any, constants: dict[str, Any], options: dict[str, Any]) -> str:
@@ -34,30 +40,46 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-INEXACT = r"\bfma\b|approx|\.full|ftz"
-
-
-@pytest.mark.parametrize(
-    ("number_format", "rule", "gaussian"),
-    [(0, 1, True), (1, 2, True), (2, 1, False)],
-    ids=["float32 hiso", "bfloat16 momentum", "float16 hiso rademacher"],
-)
-def test_compiled_rounds_neither_fuse_nor_approximate(number_format: int, rule: int, gaussian: bool) -> None:
-    constants = {"FORMAT": number_format, "RULE": rule, "GAUSSIAN": gaussian, "TILE": kernels_cuda.TILE}
-    code = ptx_of(kernels_cuda.apply, constants, kernels_cuda.OPTIONS)
+def check(code: str, operations: set[str]) -> None:
+    """Every operation is correctly rounded by itself, and those that are needed are there."""
     assert not re.findall(INEXACT, code)
-    assert {"div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32"} <= set(re.findall(r"\w+\.rn\.f32", code))
+    assert operations <= set(re.findall(r"(\w+)\.rn\.f32", code))
     # An operation without a rounding mode may be contracted by the assembler later.
     assert not re.findall(r"\b(?:add|sub|mul)\.f32", code)
 
 
-def test_compiled_points_neither_fuse_nor_approximate() -> None:
+def test_every_format_and_rule_of_the_dispatcher_is_compiled() -> None:
+    assert set(FORMATS) == set(NumberFormat)
+    assert set(backend_triton._RULE_CODES) == set(FUSED)
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("rule", backend_triton._RULE_CODES)
+def test_compiled_rounds_neither_fuse_nor_approximate(
+    rule: str, number_format: str, distribution: Distribution
+) -> None:
     constants = {
-        "FORMAT": 0, "SCALED": True, "GAUSSIAN": True, "PROBED": True, "TILE": kernels_cuda.TILE
+        "FORMAT": FORMATS[number_format], "RULE": backend_triton._RULE_CODES[rule],
+        "GAUSSIAN": distribution is Distribution.GAUSSIAN, "TILE": kernels_cuda.TILE,
     }  # fmt: skip
-    code = ptx_of(kernels_cuda.displace, constants, kernels_cuda.OPTIONS)
-    assert not re.findall(INEXACT, code)
-    assert "div.rn.f32" in code
+    scaling = set() if rule == "decomfl" else {"div", "sqrt"}
+    check(ptx_of(kernels_cuda.apply, constants, kernels_cuda.OPTIONS), {"mul", "add", "sub", *scaling})
+
+
+@pytest.mark.parametrize("probed", [True, False], ids=["probe", "no probe"])
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize("distribution", Distribution)
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_compiled_points_neither_fuse_nor_approximate(
+    number_format: str, distribution: Distribution, scaled: bool, probed: bool
+) -> None:
+    constants = {
+        "FORMAT": FORMATS[number_format], "SCALED": scaled, "GAUSSIAN": distribution is Distribution.GAUSSIAN,
+        "PROBED": probed, "TILE": kernels_cuda.TILE,
+    }  # fmt: skip
+    scaling = {"div", "sqrt"} if scaled else set()
+    check(ptx_of(kernels_cuda.displace, constants, kernels_cuda.OPTIONS), {"mul", "add", "sub", *scaling})
 
 
 def test_the_check_sees_what_the_default_options_do() -> None:
