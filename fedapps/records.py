@@ -299,7 +299,8 @@ def check_complete(reply: Reply, covered: set[str], sent: Mapping[str, np.ndarra
                 reply.where,
                 expected=f"all {len(sent)} tensors of the model",
                 got=f"a reply without {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",
-                do="send every trainable tensor and every buffer",
+                do="send every trainable tensor and every buffer; if these are tied or frozen weights, start the server from "
+                "pack_arrays(module_arrays(model)), not from state_dict()",
             )
         )
 

@@ -55,3 +55,9 @@ def test_a_legacy_project_runs_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["existing_project", "legacy_project"])
 def test_every_example_says_how_to_run_it(name: str) -> None:
     assert "flwr run ." in (EXAMPLES / name / "README.md").read_text()
+
+
+def test_the_existing_project_marks_as_many_lines_as_its_readme_says() -> None:
+    client = (EXAMPLES / "existing_project" / "shop" / "client_app.py").read_text()
+    assert sum("# FedPM" in line for line in client.splitlines()) == 5
+    assert "(five lines around the training loop)" in (EXAMPLES / "existing_project" / "README.md").read_text()

@@ -86,7 +86,7 @@ def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]
         TaskError: A name is missing or not known, or a shape differs.
     """
     tensors = _travelling(model)
-    _check_names(tensors, arrays)
+    _check_names(model, tensors, arrays)
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != np.shape(arrays[name]):
             raise TaskError(
@@ -129,18 +129,27 @@ def _array(name: str, tensor: torch.Tensor) -> NDArray[Any]:
     return array
 
 
-def _check_names(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_names(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]]
+) -> None:
     missing = [name for name in tensors if name not in arrays]
     unknown = [name for name in arrays if name not in tensors]
-    if missing or unknown:
-        raise TaskError(
-            explain(
-                "model",
-                expected=f"arrays for exactly its {len(tensors)} tensors",
-                got=f"{len(arrays)} arrays; missing: {_list(missing)}; unknown: {_list(unknown)}",
-                do="load arrays of the same model, built with the same options",
-            )
+    if not missing and not unknown:
+        return
+    do = "load arrays of the same model, built with the same options"
+    if not missing and model.state_dict().keys() >= set(unknown):
+        do = (
+            "start the server from pack_arrays(module_arrays(model)) (fedapps.records, fedapps.tasks.torch_arrays), not from "
+            "state_dict(): tied weights travel once, frozen ones not at all"
         )
+    raise TaskError(
+        explain(
+            "model",
+            expected=f"arrays for exactly its {len(tensors)} tensors",
+            got=f"{len(arrays)} arrays; missing: {_list(missing)}; unknown: {_list(unknown)}",
+            do=do,
+        )
+    )
 
 
 def _list(names: list[str]) -> str:

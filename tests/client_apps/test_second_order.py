@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import Strategy
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-from fedapps.errors import SettingsError
+from fedapps.client_apps.second_order import fedpm_reply, received_model
+from fedapps.curvature import FoofPreconditioner
+from fedapps.errors import SettingsError, TaskError
 from fedapps.methods import resolve_settings
 from fedapps.records import pack_arrays
 from fedapps.simulation.inprocess import InProcessGrid
 from fedapps.strategies import FedPM, RoundOptions
+from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays
 
 from ..simulation import runs
 
@@ -178,43 +188,141 @@ def test_the_wire_format_holds_for_convex_models_too(tmp_path: Path) -> None:
 needs_docs = pytest.mark.skipif(not DOCS.exists(), reason="the documentation is not here")
 
 
-def snippet(section: str) -> str:
-    """Give the first Python block of a section, as it stands."""
-    code = re.search(rf"^## {section}$.*?^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
-    assert code is not None
-    return code[1]
+def snippet(section: str, number: int = 0) -> str:
+    """Give a Python block of a section, as it stands."""
+    text = re.split(rf"^## {section}$", DOCS.read_text(), flags=re.MULTILINE)[1].split("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[number]
 
 
-def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The code block as it stands, driven by Flower's own ``start``; at most five of its lines are marked as added."""
-    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    assert code is not None
-    assert 1 <= sum("# added" in line for line in code[1].splitlines()) <= 5
-    (tmp_path / "shop_client.py").write_text(code[1])
-    (tmp_path / "shop.py").write_text(
-        "import torch\n"
-        "def build_model():\n"
-        "    torch.manual_seed(0)\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))\n"
-        "def load_batches(partition):\n"
-        "    g = torch.Generator().manual_seed(partition)\n"
-        "    x = torch.randn(24, 4, generator=g)\n"
-        "    return list(zip(x.split(8), (x.sum(1) > 0).long().split(8), strict=True))\n"
-    )
+BEFORE = """
+import torch
+from flwr.app import Context, Message
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from shop import build_model, load_data
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    model = build_model()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    loader = load_data(int(context.node_config["partition-id"]))
+    for features, labels in loader:
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(features), labels)
+        loss.backward()
+        optimizer.step()
+    metrics = MetricRecord({"num-examples": len(loader.dataset), "train-loss": loss.item()})
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
+"""
+"""A client as Flower's templates have it; the same but for the loop's indentation is what the docs turn into FedPM's."""
+
+SHOP = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def build_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+
+def load_data(partition):
+    x = torch.randn(24 + 8 * partition, 4, generator=torch.Generator().manual_seed(partition))
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+"""
+"""What the documented client imports."""
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Give the module that the documented client and server import."""
+    (tmp_path / "shop.py").write_text(SHOP)
     monkeypatch.syspath_prepend(str(tmp_path))
-    import shop  # type: ignore[import-not-found]
+    yield importlib.import_module("shop")
+    for name in ("shop", "shop_client"):
+        sys.modules.pop(name, None)
 
+
+@torch.no_grad()
+def loss_of(shop: Any, arrays: dict[str, np.ndarray]) -> float:
+    """Give the mean loss of three clients."""
     model = shop.build_model()
-    initial = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-    grid = InProcessGrid(3, {}, client_app="shop_client:app")
+    load_module_arrays(model, arrays)
+    losses = [cross_entropy(model(x), y, reduction="sum") for p in range(3) for x, y in shop.load_data(p)]
+    return float(sum(losses)) / sum(len(shop.load_data(p).dataset) for p in range(3))
+
+
+@needs_docs
+def test_at_most_five_lines_of_the_documented_client_differ_from_flowers() -> None:
+    lines = snippet("In your own client").splitlines()
+    marked = {line.split("  # ")[0].strip() for line in lines if "# added" in line or "# changed" in line}
+    old = {line.strip() for line in BEFORE.splitlines()}
+    assert {line.split("  # ")[0].strip() for line in lines} - old == marked
+    assert 1 <= len(marked) <= 5
+
+
+@needs_docs
+def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(tmp_path: Path, shop: Any) -> None:
+    """The code block as it stands, driven by Flower's own ``start``; clients weigh as many examples as they have."""
+    (tmp_path / "shop_client.py").write_text(snippet("In your own client"))
+    first = module_arrays(shop.build_model())
     strategy = FedPM(options=RoundOptions(evaluate_clients=False, num_clients=3))
-    result = strategy.start(grid=grid, initial_arrays=pack_arrays(initial), num_rounds=3)
-    losses = [float(metrics["train-loss"]) for metrics in result.train_metrics_clientapp.values()]
-    assert strategy.report.folded == strategy.report.sampled
-    assert len(strategy.report.folded) == 3
-    assert losses[-1] < 0.7 * losses[0]
+    grid = InProcessGrid(3, {}, client_app="shop_client:app")
+    result = strategy.start(grid=grid, initial_arrays=pack_arrays(first), num_rounds=3)
+    assert sorted(strategy.report.num_examples.values()) == [24, 32, 40]
+    mixed = {name: array.numpy() for name, array in result.arrays.items()}
+    assert loss_of(shop, mixed) < 0.7 * loss_of(shop, first)
+
+
+@needs_docs
+def test_the_documented_server_starts_the_documented_client(
+    tmp_path: Path, shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shop_client.py").write_text(snippet("In your own client"))
+    code = snippet("In your own client", number=1)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(DOCS), "exec"), names)
+    ended = []
+    monkeypatch.setattr(FedPM, "start", lambda *args, **kw: ended.append(Strategy.start(*args, **kw)) or ended[-1])
+    config = {"num-server-rounds": 2}
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    names["main"](InProcessGrid(3, config, client_app="shop_client:app"), context)
+    assert list(ended[0].train_metrics_clientapp) == [1, 2]
+    assert list(ended[0].arrays) == list(module_arrays(shop.build_model()))
+
+
+def frozen_and_tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    model[2].weight = model[1].weight
+    return model
+
+
+def test_a_server_that_starts_from_a_state_dict_is_told_how_to_pack_tied_and_frozen_weights() -> None:
+    """Where the client loads the model, and on the server where it loads it in a way of its own."""
+    model = frozen_and_tied()
+    sent = ArrayRecord(model.state_dict())
+    message = Message(RecordDict({"arrays": sent}), dst_node_id=1, message_type="train")
+    with pytest.raises(
+        TaskError, match=r"unknown: '0.weight', '0.bias', '2.weight'; .*pack_arrays\(module_arrays\(model"
+    ):
+        received_model(model, message)
+    with FoofPreconditioner(model, damping=0.1) as foof:
+        model(torch.ones(3, 4)).sum().backward()
+        foof.step(lr=0.1)
+    strategy = FedPM(options=RoundOptions(num_clients=1))
+    strategy.begin_round(1, {name: array.numpy() for name, array in sent.items()}, [0])
+    strategy.receive(0, fedpm_reply(foof, model, num_examples=3))
+    reason = strategy.report.refused[0]
+    assert "without 0.weight, 0.bias, 2.weight;" in reason
+    assert "start the server from pack_arrays(module_arrays(model))" in reason
+    first = pack_arrays(module_arrays(model))
+    received_model(frozen_and_tied(), Message(RecordDict({"arrays": first}), dst_node_id=1, message_type="train"))
 
 
 @needs_docs

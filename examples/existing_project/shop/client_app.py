@@ -5,7 +5,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from simulation import customers
 
-from fedapps.client_apps.second_order import fedpm_reply, received_model  # FedPM
+from fedapps.client_apps.second_order import fedpm_reply  # FedPM
 from fedapps.curvature.foof import FoofPreconditioner  # FedPM
 from shop.model import build_model
 
@@ -16,7 +16,8 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Train on this shop's customers."""
     features, returned = map(torch.from_numpy, customers(int(context.node_config["partition-id"]), year=1))
-    model = received_model(build_model(), message)
+    model = build_model()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     with FoofPreconditioner(model, damping=0.1) as foof:  # FedPM
         for _ in range(5):
             for batch in torch.randperm(len(features)).split(20):
@@ -32,7 +33,8 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     """Measure the model on customers that nobody trains on."""
     features, returned = map(torch.from_numpy, customers(int(context.node_config["partition-id"]), year=2))
-    model = received_model(build_model(), message).eval()
+    model = build_model().eval()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     with torch.no_grad():
         accuracy = (model(features).argmax(dim=1) == returned).float().mean()
     metrics = MetricRecord({"num-examples": len(features), "accuracy": float(accuracy)})
