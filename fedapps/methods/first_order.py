@@ -53,6 +53,7 @@ METHODS: tuple[Method, ...] = (
         tuned={
             "convex": {"lr": 1.0, "server-lr": 1.0, "momentum": 0.9},
             "torch": {"lr": 0.1, "server-lr": 1.0, "momentum": 0.7},
+            "language": {"lr": 3e-4, "server-lr": 1.0, "momentum": 0.7},
             "digits": {"lr": 0.2},
         },
     ),

@@ -16,7 +16,12 @@ def _personal_tuned(
 ) -> Mapping[str, Mapping[str, Scalar]]:
     """Complete the tuned values of a personalised method: clients hold out data for their own models."""
     held = {"validation-fraction": 0.0, "client-validation-fraction": 0.1}
-    return {"convex": {**_PERSONAL, "local-epochs": 10, **convex}, "torch": {**_PERSONAL, **held, **torch}, **tasks}
+    return {
+        "convex": {**_PERSONAL, "local-epochs": 10, **convex},
+        "torch": {**_PERSONAL, **held, **torch},
+        "language": {**held, "lr": 1e-3},
+        **tasks,
+    }
 
 
 METHODS: tuple[Method, ...] = (

@@ -12,7 +12,8 @@ import numpy as np
 from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
-from fedapps.errors import CheckpointError, RoundFailedError, TaskError, explain
+from fedapps.curvature.layout import Layout
+from fedapps.errors import CheckpointError, RoundFailedError, explain
 from fedapps.methods import Method, get_method
 from fedapps.records import Arrays, pack_arrays
 from fedapps.results.checkpoint import Checkpoint
@@ -26,6 +27,8 @@ from fedapps.server_apps.metered_grid import MeteredGrid
 from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import Settings, flatten, learning_rate
 from fedapps.strategies.exchange import exchange
+from fedapps.strategies.fedpm import FedPM
+from fedapps.strategies.roster import NodeFacts
 from fedapps.tasks.base import Task
 from fedapps.tasks.from_settings import load_task_of
 
@@ -102,7 +105,7 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     logger.info("settings: %s", " ".join(f"{key}={value!r}" for key, value in flat.items()))
     folder.write_environment(describe_environment(device=settings.device, data_checksums=task.checksums()))
     arrays = task.initial_arrays(settings.seed)
-    _check_numbers(arrays, method)
+    strategy.check_model(arrays)
     state = _Run(
         grid=MeteredGrid(grid), settings=settings, method=method, folder=folder, task=task, strategy=strategy,
         experiment=experiment, arrays=arrays, rows=rows, first_round=1, num_partitions=None,
@@ -114,20 +117,6 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     if not checkpoint:
         _evaluate(state, 0)
     return state
-
-
-def _check_numbers(arrays: Arrays, method: Method) -> None:
-    """Refuse to average what is held as patterns: NumPy has no bfloat16."""
-    name = next((name for name, value in arrays.items() if value.dtype == np.uint16), None)
-    if name is not None and not method.replicas:
-        raise TaskError(
-            explain(
-                f"method '{method.name}', model tensor '{name}'",
-                expected="numbers that can be averaged, such as float32",
-                got="bfloat16",
-                do="set dtype = 'float32' in task-options, add adapters (lora-rank), or take a scalar-only method",
-            )
-        )
 
 
 def _model(state: _Run, server_round: int) -> Arrays:
@@ -251,12 +240,17 @@ def _check_partitions(state: _Run) -> None:
 
 
 def _treatment(state: _Run) -> dict[str, list[str]]:
-    """Sort the tensors of the model into preconditioned and averaged; nothing for methods without curvature."""
-    facts = next(iter(state.strategy.roster.facts.values()), None)
-    if facts is None or not state.method.layout:
+    """Sort the tensors of the model by what happens to them; nothing for methods without curvature, or if not known yet."""
+    if isinstance(state.strategy, FedPM):
+        source: Layout | NodeFacts | None = state.strategy.layout
+    else:
+        source = next(iter(state.strategy.roster.facts.values()), None)
+    if source is None or not state.method.layout:
         return {}
-    averaged = [name for name in state.arrays if name not in facts.preconditioned]
-    return {"preconditioned": list(facts.preconditioned), "averaged": averaged}
+    others = [name for name in state.arrays if name not in source.preconditioned]
+    averaged = [name for name in others if np.issubdtype(state.arrays[name].dtype, np.floating)]
+    maximum = [name for name in others if name not in averaged]
+    return {"preconditioned": list(source.preconditioned), "averaged": averaged, "maximum": maximum}
 
 
 def _check_model(arrays: Arrays, server_round: int) -> None:
@@ -295,7 +289,7 @@ def _train_row(
         "folded": report.folded, "refused": {str(p): reason[-1000:] for p, reason in report.refused.items()},
         "accepted": report.accepted, **sum_bytes(ledger), "lr": lr,
     }  # fmt: skip
-    if server_round == 1:
+    if not any("preconditioned" in earlier for earlier in state.rows):
         row |= _treatment(state)
     row |= report.values
     if report.notes:

@@ -244,6 +244,13 @@ class HiSo(RoundMixin, Strategy):
 
     # A round ---------------------------------------------------------------------------------
 
+    def check_model(self, arrays: Arrays) -> None:
+        """Take a model of any floating type: none is averaged.
+
+        Args:
+            arrays: The model.
+        """
+
     def begin(self, arrays: Arrays) -> None:
         """Start a round.
 

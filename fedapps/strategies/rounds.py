@@ -17,13 +17,15 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedapps.errors import CurvatureError, MessageError, RoundFailedError
+from fedapps.errors import CurvatureError, MessageError, RoundFailedError, TaskError, explain
+from fedapps.personalization.proximal import unstable_step
 from fedapps.records import (
     ARRAYS,
     CONFIG,
     METRICS,
     NUM_EXAMPLES,
     SERVER_ROUND,
+    STEP_LIMIT,
     STORE_LOST,
     Arrays,
     Reply,
@@ -122,6 +124,7 @@ class RoundMixin:
         self.report = RoundReport(0, [])
         self.last_folded = {}
         self.failed_in_a_row = 0
+        self._warned_of_step = False
         self._sent: Arrays = {}
         self._messages: dict[int, Message] = {}
         self._order: OrderedFold | None = None
@@ -212,6 +215,27 @@ class RoundMixin:
 
     # A round, without Flower's messages ------------------------------------------------------
 
+    def check_model(self, arrays: Arrays) -> None:
+        """Refuse a model that cannot be averaged: bfloat16 travels as patterns, which NumPy takes for whole numbers.
+
+        Args:
+            arrays: The model.
+
+        Raises:
+            TaskError: A tensor is in bfloat16.
+        """
+        name = next((name for name, value in arrays.items() if value.dtype == np.uint16), None)
+        if name is not None:
+            raise TaskError(
+                explain(
+                    f"{type(self).__name__}, model tensor '{name}'",
+                    expected="numbers that can be averaged, such as float32",
+                    got="bfloat16",
+                    do="use float32 (dtype in task-options of a language task), train adapters (lora-rank), or take a "
+                    "scalar-only method",
+                )
+            )
+
     def begin_round(self, server_round: int, arrays: Arrays, sampled: Iterable[int]) -> None:
         """Start a round.
 
@@ -219,7 +243,11 @@ class RoundMixin:
             server_round: The round.
             arrays: The model that is sent out.
             sampled: Partitions that are asked.
+
+        Raises:
+            TaskError: The model cannot be averaged.
         """
+        self.check_model(arrays)
         self.report = RoundReport(server_round, sorted(sampled))
         self._sent = arrays
         self._order = OrderedFold(self.report.sampled, self._fold_checked, self.options.fold_buffer_mb)
@@ -258,6 +286,10 @@ class RoundMixin:
             return
         if STORE_LOST in reply.metrics:
             self.note(f"client {partition} has lost what it kept since round {self.last_folded.get(partition, 0)}")
+        limit = reply.metrics.pop(STEP_LIMIT, None)
+        if limit is not None and not self._warned_of_step:
+            self._warned_of_step = True
+            self.note(f"client {partition}: {unstable_step(limit)}")
         self.report.folded.append(partition)
         self.report.num_examples[partition] = reply.num_examples
         self.report.metrics[partition] = reply.metrics

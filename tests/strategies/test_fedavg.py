@@ -10,8 +10,21 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
+from fedapps.errors import TaskError
 from fedapps.records import pack_arrays
-from fedapps.strategies import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, RoundOptions
+from fedapps.strategies import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedCLUP,
+    FedPM,
+    FedProx,
+    FedYogi,
+    LocalNewton,
+    PFedMe,
+    RoundOptions,
+)
 from fedapps.strategies.fedavg import FlowerStrategyMixin, _as_message
 
 RANDOM = np.random.default_rng(0)
@@ -224,6 +237,17 @@ def test_the_summary_tells_the_arguments(caplog: pytest.LogCaptureFixture) -> No
         logger.removeHandler(caplog.handler)
     assert "seed=7" in caplog.text
     assert "FedAdam {'eta': 0.05}" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedAdam, FedPM, LocalNewton, PFedMe, FedCLUP], ids=lambda kind: kind.__name__)
+def test_a_model_in_bfloat16_is_refused_also_under_flowers_own_loop(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It travels as patterns, of which every mean is nonsense."""
+    made = kind(options=RoundOptions())
+    monkeypatch.setattr(made.roster, "refresh", lambda grid: None)
+    made.roster.node_of, made.roster.num_partitions = {0: 70, 1: 71}, 2
+    model = pack_arrays({"w": np.ones(3, np.float32), "half": np.full(3, 0x3F80, np.uint16)})
+    with pytest.raises(TaskError, match=f"{kind.__name__}, model tensor 'half': expected numbers that can be averaged"):
+        made.configure_train(1, model, ConfigRecord({"lr": 0.1}), cast(Grid, None))
 
 
 def test_messages_are_left_alone() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from fedapps.client_apps import replicas
 from fedapps.errors import TaskError
-from fedapps.methods import resolve_settings
+from fedapps.methods import METHODS, resolve_settings
 from fedapps.results.replay import replay
 from fedapps.tasks import TASKS, PartitionConfig, TaskConfig, load_task
 from fedapps.tasks.base import Data
@@ -353,9 +353,24 @@ def test_a_scalar_only_run_is_replayed_bit_for_bit(short: Callable[..., runs.Lef
 
 @pytest.mark.parametrize("method", ["fedavg", "fedzo"])
 def test_patterns_of_bfloat16_are_not_averaged(short: Callable[..., runs.Left], method: str) -> None:
-    with pytest.raises(TaskError, match=rf"method '{method}', model tensor .*got bfloat16.*scalar-only method"):
+    with pytest.raises(TaskError, match=r"FedAvg, model tensor .*got bfloat16.*scalar-only method"):
         short("run", method, options='dtype = "bfloat16"')
     short("adapters", method, options='dtype = "bfloat16"\nlora-rank = 2')
+
+
+def test_the_whole_model_trains_with_a_server_optimiser(
+    short: Callable[..., runs.Left], make: Callable[..., Any]
+) -> None:
+    left = short("run", "fedadam")
+    first = make("sst2", "opt").initial_arrays(0)
+    assert left.model.keys() == first.keys()
+    assert all(left.model[name].tobytes() != first[name].tobytes() for name in first if "layers" in name)
+    assert all(np.isfinite(value).all() for value in left.model.values())
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS if m.family != "zeroth order"])
+def test_no_method_starts_on_a_language_model_with_the_learning_rate_of_a_small_network(method: str) -> None:
+    assert resolve_settings({"method": method, "task": "sst2"}).lr <= 0.01
 
 
 def test_squad_runs(short: Callable[..., runs.Left]) -> None:
