@@ -142,14 +142,22 @@ class Layout:
         """Names of the parameters that have a block."""
         return tuple(name for spec in self.blocks for name in spec.parameters)
 
-    def report(self) -> str:
-        """Say which parameters are preconditioned and which averaged.
+    def report(self, model: Mapping[str, Array]) -> str:
+        """Say which tensors of a model are preconditioned, which averaged and why, and which take the maximum.
+
+        Args:
+            model: Every tensor that travels, by name.
 
         Returns:
-            A line for each parameter.
+            A line for each treatment, with the names of its tensors, in the order of the model.
         """
-        lines = [f"{name}: preconditioned, {describe_tiles(spec)}" for spec in self.blocks for name in spec.parameters]
-        return "\n".join(lines + [f"{name}: averaged ({reason})" for name, reason in self.averaged.items()])
+        names: dict[str, list[str]] = {}
+        blocks = {name: f"preconditioned, {describe_tiles(spec)}" for spec in self.blocks for name in spec.parameters}
+        for name, value in model.items():
+            other = "averaged (buffer)" if np.issubdtype(value.dtype, np.floating) else "maximum (integer buffer)"
+            mean = f"averaged ({self.averaged[name]})" if name in self.averaged else other
+            names.setdefault(blocks.get(name, mean), []).append(name)
+        return "\n".join(f"{how}: {', '.join(tensors)}" for how, tensors in names.items())
 
     def to_json(self) -> str:
         """Write the layout as text for a message; `layout_from_json` reads it.

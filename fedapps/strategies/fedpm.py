@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from logging import getLogger
 
 import numpy as np
 from flwr.app import ConfigRecord
@@ -36,6 +37,8 @@ from fedapps.errors import MessageError, explain
 from fedapps.records import CURVATURE, FACTORS, LAYOUT, PRODUCTS, WIRE, Arrays, Reply, check_complete, unpack_arrays
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
+
+logger = getLogger("flwr")
 
 
 @dataclass
@@ -61,6 +64,10 @@ class FedPM(RoundMixin, Strategy):
     Args:
         options: The shared options.
 
+    Attributes:
+        layout: What is preconditioned and what averaged, from the first reply that was folded; None before. It is logged
+            then, since clients of one's own may answer no query that would say it earlier.
+
     Example:
         >>> FedPM(options=RoundOptions(seed=1, fraction_train=0.5)).options.fraction_train
         0.5
@@ -68,6 +75,7 @@ class FedPM(RoundMixin, Strategy):
 
     def __init__(self, *, options: RoundOptions | None = None) -> None:
         self.set_up_rounds(options or RoundOptions())
+        self.layout: Layout | None = None
         self._layers: dict[str, _LayerSums] = {}
         # One entry a tensor, since clients may differ in which tensors have a block.
         self._means: dict[str, TensorSums] = {}
@@ -105,6 +113,10 @@ class FedPM(RoundMixin, Strategy):
             sums = self._means.setdefault(name, start_mean({name: self._model[name]}))
             add_mean(sums, weight, {name: value}, where=reply.where)
             self._senders.setdefault(name, []).append(reply.partition)
+        if self.layout is None:
+            self.layout = layout
+            for line in layout.report(self._model).splitlines():
+                logger.info("%s", line)
 
     def _check_layout(self, layout: Layout, where: str) -> None:
         if len(set(layout.preconditioned)) < len(layout.preconditioned):

@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 
 from fedapps.client_apps.second_order import fedpm_reply, received_model
 from fedapps.curvature import FoofPreconditioner
-from fedapps.errors import SettingsError, TaskError
+from fedapps.curvature.layout import Layout
+from fedapps.errors import MessageError, SettingsError, TaskError
 from fedapps.methods import resolve_settings
 from fedapps.records import pack_arrays
 from fedapps.simulation.inprocess import InProcessGrid
@@ -108,8 +109,38 @@ def test_the_run_folder_says_what_was_preconditioned(tmp_path: Path) -> None:
     first, second = run.rows("train")
     assert first["preconditioned"] == ["0.weight", "0.bias", "2.weight", "5.weight", "5.bias", "7.weight", "7.bias"]
     assert first["averaged"] == ["3.weight", "3.bias"]
+    assert first["maximum"] == []
     assert "averaged" not in second
     assert "averaged" not in short_run(tmp_path / "fedavg", {"method": "fedavg"}).rows("train")[0]
+
+
+@pytest.mark.parametrize("method", ["fedpm", "localnewton"])
+def test_integer_buffers_are_listed_apart(tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flwr")
+    run = short_run(tmp_path / "run", {"method": method, "task": "fedapps_testing:BatchNormSites"})
+    row, _ = run.rows("train")
+    assert row["preconditioned"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert row["averaged"] == ["1.weight", "1.bias", "1.running_mean", "1.running_var"]
+    assert row["maximum"] == ["1.num_batches_tracked"]
+    logged = [message for message in caplog.messages if "1.num_batches_tracked" in message]
+    assert [message.split(" ")[0].strip(":") for message in logged] == ["maximum"]
+
+
+def test_what_is_preconditioned_is_said_in_the_first_row_with_a_valid_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = FedPM._check_layout
+
+    def refuse_the_first_round(self: FedPM, layout: Layout, where: str) -> None:
+        if self.report.server_round == 1:
+            raise MessageError("not yet")
+        check(self, layout, where)
+
+    monkeypatch.setattr(FedPM, "_check_layout", refuse_the_first_round)
+    first, second = short_run(tmp_path / "run", LAYERED).rows("train")
+    assert first["folded"] == []
+    assert "averaged" not in first
+    assert second["averaged"] == ["3.weight", "3.bias"]
 
 
 def test_tied_weights_travel_once_and_a_layer_used_twice_has_a_block(tmp_path: Path) -> None:
@@ -267,14 +298,21 @@ def test_at_most_five_lines_of_the_documented_client_differ_from_flowers() -> No
 
 
 @needs_docs
-def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(tmp_path: Path, shop: Any) -> None:
+def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
+    tmp_path: Path, shop: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """The code block as it stands, driven by Flower's own ``start``; clients weigh as many examples as they have."""
+    caplog.set_level("INFO", "flwr")
     (tmp_path / "shop_client.py").write_text(snippet("In your own client"))
     first = module_arrays(shop.build_model())
     strategy = FedPM(options=RoundOptions(evaluate_clients=False, num_clients=3))
     grid = InProcessGrid(3, {}, client_app="shop_client:app")
     result = strategy.start(grid=grid, initial_arrays=pack_arrays(first), num_rounds=3)
     assert sorted(strategy.report.num_examples.values()) == [24, 32, 40]
+    # The client answers no query, and still the log says what is done with every tensor.
+    assert "preconditioned, block 5 x 5: 0.weight, 0.bias" in caplog.messages
+    assert "averaged (BatchNorm1d has no block): 1.weight, 1.bias" in caplog.messages
+    assert "maximum (integer buffer): 1.num_batches_tracked" in caplog.messages
     mixed = {name: array.numpy() for name, array in result.arrays.items()}
     assert loss_of(shop, mixed) < 0.7 * loss_of(shop, first)
 

@@ -14,6 +14,7 @@ from fedapps.curvature import layers
 from fedapps.curvature.gram import covariance
 from fedapps.curvature.layers import count_rows, input_moment, input_rows, model_layout, register_layer
 from fedapps.curvature.layout import BlockSpec
+from fedapps.tasks.torch_arrays import module_arrays
 
 GEOMETRIES = {
     "1x1, stride 2": {"kernel_size": 1, "stride": 2},
@@ -148,7 +149,7 @@ def test_grouped_convolution_has_the_block_of_each_groups_channels(out: int, gro
         torch.testing.assert_close(blocks[group], patches.T @ patches / len(patches))
         if moment is not None:
             torch.testing.assert_close(moment[group], patches.T @ patches)
-    report = model_layout(nn.Sequential(conv)).report()
+    report = model_layout(conv).report(module_arrays(conv))
     assert (f"{groups} blocks {spec.width} x {spec.width}" in report) == (groups > 1)
 
 
@@ -182,7 +183,7 @@ def test_wide_layer_is_cut_into_even_blocks() -> None:
     layout = model_layout(model, max_width=4)
     assert [tile.width for tile in layout.blocks[0].tiles] == [3, 3, 4]
     assert layout.blocks[1].tiles == model_layout(model).blocks[1].tiles
-    assert "0.weight: preconditioned, 3 blocks 4 x 4 or 3 x 3" in layout.report()
+    assert "preconditioned, 3 blocks 4 x 4 or 3 x 3: 0.weight, 0.bias" in layout.report(module_arrays(model))
 
 
 def test_tied_weight_is_averaged_once_and_the_bias_with_it() -> None:

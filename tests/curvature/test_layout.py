@@ -91,12 +91,15 @@ def test_layout_round_trip_through_json() -> None:
     assert layout_from_json(LAYOUT.to_json(), "client 3") == LAYOUT
 
 
-def test_report_names_every_parameter() -> None:
-    assert LAYOUT.report().splitlines() == [
-        "fc1.weight: preconditioned, block 6 x 6",
-        "fc1.bias: preconditioned, block 6 x 6",
-        "attn.c_attn.weight: preconditioned, block 2 x 2",
-        "embed.weight: averaged (Embedding has no block)",
+def test_report_names_every_tensor_with_its_block_or_the_reason() -> None:
+    model = dict.fromkeys((*LAYOUT.preconditioned, *LAYOUT.averaged, "norm.mean"), np.zeros(1, np.float32))
+    counters = {"norm.count": np.array(3), "norm.mask": np.array([True])}
+    assert LAYOUT.report(model | counters).splitlines() == [
+        "preconditioned, block 6 x 6: fc1.weight, fc1.bias",
+        "preconditioned, block 2 x 2: attn.c_attn.weight",
+        "averaged (Embedding has no block): embed.weight",
+        "averaged (buffer): norm.mean",
+        "maximum (integer buffer): norm.count, norm.mask",
     ]
     assert LAYOUT.preconditioned == ("fc1.weight", "fc1.bias", "attn.c_attn.weight")
 
@@ -147,4 +150,5 @@ def test_tiles_go_group_by_group_and_from_left_to_right() -> None:
         (slice(0, 2), slice(0, 2)), (slice(0, 2), slice(2, 5)), (slice(2, 4), slice(0, 2)), (slice(2, 4), slice(2, 5)),
     ]  # fmt: skip
     assert spec.curvature_size == 2 * (3 + 6)
-    assert Layout((spec,)).report() == "conv.weight: preconditioned, 4 blocks 3 x 3 or 2 x 2"
+    report = Layout((spec,)).report({"conv.weight": np.zeros((4, 5))})
+    assert report == "preconditioned, 4 blocks 3 x 3 or 2 x 2: conv.weight"

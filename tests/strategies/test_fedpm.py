@@ -108,6 +108,23 @@ def test_equal_curvature_gives_the_mean_of_fedavg_and_localnewton(weighting: str
             np.testing.assert_allclose(new[name], value, rtol=2e-5, atol=2e-5)
 
 
+def test_the_first_folded_reply_says_once_what_is_preconditioned_and_why_the_rest_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "flwr")
+    strategy = FedPM()
+    replies = {i: reply_of(trained(i), curvature(i)) for i in range(3)}
+    replies[0]["products"] = pack_arrays({"fc": np.zeros((3, 4), np.float32)})  # refused
+    for _ in range(2):
+        mix(strategy, replies)
+    assert strategy.layout == LAYOUT
+    assert [message for message in caplog.messages if message.startswith(("precond", "averaged", "maximum"))] == [
+        "preconditioned, block 5 x 5: fc.weight, fc.bias",
+        "averaged (a free parameter): scale",
+        "maximum (integer buffer): counter",
+    ]
+
+
 def test_one_client_gives_its_own_model() -> None:
     model = trained(4)
     new = mix(FedPM(), {0: reply_of(model, curvature(4))})
