@@ -19,6 +19,7 @@ from fedapps.client_apps.work import ClientWork
 from fedapps.errors import MessageError, explain
 from fedapps.records import Arrays
 from fedapps.results.storage import save_arrays, sync_file, to_json, write_atomically
+from fedapps.tasks.base import measure
 
 MODEL = "personal/"
 KNOWN = "known/"
@@ -179,7 +180,7 @@ def _measure(work: ClientWork, arrays: Arrays, prefix: str) -> dict[str, float]:
     return {
         f"{prefix}{split}-{name}": value
         for split, data in (("validation", work.data.validation), ("test", work.data.test))
-        for name, value in work.task.evaluate(arrays, data).items()
+        for name, value in measure(work.task, arrays, data, work.device).items()
     }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
+from fedapps.compute import choose_device
 from fedapps.curvature.layout import Layout
 from fedapps.errors import CheckpointError, RoundFailedError, explain
 from fedapps.methods import Method, get_method
@@ -29,7 +30,7 @@ from fedapps.settings import Settings, flatten, learning_rate
 from fedapps.strategies.exchange import exchange
 from fedapps.strategies.fedpm import FedPM
 from fedapps.strategies.roster import NodeFacts
-from fedapps.tasks.base import Task
+from fedapps.tasks.base import Task, measure
 from fedapps.tasks.from_settings import load_task_of
 
 if TYPE_CHECKING:
@@ -304,11 +305,13 @@ def _evaluate(state: _Run, server_round: int) -> None:
         return
     started = time.monotonic()
     arrays, data = _model(state, server_round), state.task.server_data()
+    # The server need not have the device that was set for the clients.
+    device = "cpu" if state.settings.device == "cpu" else choose_device("auto")
     metrics = {
         f"{split}-{name}": value
         for split, part in (("validation", data.validation), ("test", data.test))
         if len(part)  # a model is built for each part
-        for name, value in state.task.evaluate(arrays, part).items()
+        for name, value in measure(state.task, arrays, part, device).items()
     }
     row = {"round": server_round, "phase": "evaluate", "seconds": time.monotonic() - started, **metrics}
     _write(state, row)

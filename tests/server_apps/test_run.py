@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 
+from fedapps.client_apps import work
 from fedapps.errors import CheckpointError, RoundFailedError, SettingsError
 from fedapps.records import pack_arrays, unpack_arrays
+from fedapps.server_apps import run
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask
 
@@ -114,6 +116,25 @@ def test_another_seed_gives_another_model(tmp_path: Path, method: str) -> None:
     first = short_run(tmp_path / "1", {"method": method, "seed": 1})
     second = short_run(tmp_path / "2", {"method": method, "seed": 2})
     assert first.model["0.weight"].tobytes() != second.model["0.weight"].tobytes()
+
+
+def test_models_are_measured_on_the_device_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: set[str] = set()
+    evaluate = TorchTask.evaluate
+
+    def spied(self: TorchTask, arrays: Any, data: Any, device: str = "cpu") -> dict[str, float]:
+        used.add(device)
+        return evaluate(self, arrays, data, device)
+
+    monkeypatch.setattr(TorchTask, "evaluate", spied)
+    names = {"auto": "cpu:0", "cpu": "cpu"}  # The processor, under a name for each way of asking.
+    for module in (run, work):
+        monkeypatch.setattr(module, "choose_device", names.__getitem__)
+    config = {"method": "fedclup", "num-server-rounds": 1, "evaluate-every": 1}
+    for setting, name in names.items():
+        used.clear()
+        short_run(tmp_path / setting, {**config, "device": setting})
+        assert used == {name}
 
 
 # Failures ------------------------------------------------------------------------------------------------
