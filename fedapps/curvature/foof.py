@@ -246,24 +246,26 @@ class FoofPreconditioner:
         due = self._num_steps % self._refresh == 0 or not state.A
         # A batch of few rows says nothing of most directions, so the next batch would be divided by the damping alone there:
         # a step ten times too long, and clients with few examples diverged. After several batches that is over.
-        rows = min(count_rows(state.module, x), self._max_rows or state.spec.width)
+        count = count_rows(state.module, x, where=state.spec.where(self._where))
+        rows = min(count, self._max_rows or state.spec.width)
         early = self._num_steps < self._refresh and rows < state.spec.width
         return torch.is_grad_enabled() and (due or early)
 
     def _collect(self, state: _LayerState, x: torch.Tensor) -> None:
         """Add the rows of one forward call."""
-        spec, count = state.spec, count_rows(state.module, x)
+        spec, where = state.spec, state.spec.where(self._where)
+        count = count_rows(state.module, x, where=where)
         if count == 0:
             return
         chosen = None
         if 0 < self._max_rows < count:
             chosen = torch.randperm(count, generator=self._random)[: self._max_rows].sort().values.to(x.device)
         elif not spec.cut and not self._keeps_rows(state, 0, count):
-            moment = input_moment(state.module, x)
+            moment = input_moment(state.module, x, where=where)
             if moment is not None:
                 self._add(state, [Gram.of_matrix(moment)], count)
                 return
-        rows = input_rows(state.module, x, chosen)
+        rows = input_rows(state.module, x, chosen, where=where)
         self._add(state, [Gram.of_rows(rows[:, :, columns]) for columns in spec.columns], rows.shape[1])
 
     def _add(self, state: _LayerState, sums: list[Gram], count: int) -> None:

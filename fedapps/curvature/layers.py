@@ -7,6 +7,10 @@ A layer type is one function: the input of one forward call as rows ``(rows, in)
     def my_rows(module: MyLinear, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(0, -2)
 
+It belongs in the module that defines the model, such as that of a task of one's own: every client process must import it, and
+takes plain gradient steps with the layers of a type that is not registered there. Rows that do not fit the layer's weight are
+refused with the layer's name; only whether a square weight is transposed cannot be seen from its shape.
+
 Linear layers, convolutions in one to three dimensions of any geometry and number of groups, and transformers' ``Conv1D`` are
 known.
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +32,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fedapps.curvature.convolutions import Convolution, conv_moment, conv_rows, num_positions
 from fedapps.curvature.layout import BlockSpec, Layout
+from fedapps.errors import CurvatureError, explain
 
 Rows = Callable[..., torch.Tensor]
 """``(module, input) -> (rows, in)``."""
@@ -74,7 +79,7 @@ def register_layer(
     num_rows: Callable[..., int] | None = None,
     moment: Callable[..., torch.Tensor] | None = None,
 ) -> Callable[[RowsT], RowsT]:
-    """Register the rows of a layer type; a decorator.
+    """Register the rows of a layer type; a decorator, to be used in the module that defines the model.
 
     Args:
         kind: The type. A subclass is covered as well unless it has its own ``forward``.
@@ -131,53 +136,130 @@ _BY_NAME = {("transformers.pytorch_utils", "Conv1D"): LayerType(_conv1d_rows, tr
 """Types of packages that are imported by their users only: (module, class name) -> type."""
 
 
-def input_rows(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+def input_rows(
+    module: nn.Module, x: torch.Tensor, chosen: torch.Tensor | None = None, *, where: str = ""
+) -> torch.Tensor:
     """Give the rows of one forward call of a layer, bias folded in.
 
     Args:
         module: A layer with a block.
         x: Its input.
         chosen: Numbers of the rows to give, ``(k,)``; None for all.
+        where: Layer and client, for messages; may be empty.
 
     Returns:
         ``(groups, rows, width)`` in float32 or better, the last column 1 if the layer has a trainable bias.
+
+    Raises:
+        CurvatureError: The rows that are registered for the type do not fit the layer's weight.
     """
     kind = _known_type(module)
-    rows = kind.rows(module, _widened(x)) if kind.num_rows is None else kind.rows(module, _widened(x), chosen)
-    rows = rows if rows.dim() == 3 else rows[None]
-    if chosen is not None and kind.num_rows is None:
-        rows = rows[:, chosen]
+    if kind.num_rows is None:
+        rows = _checked_rows(module, kind.rows(module, _widened(x)), where)
+        rows = rows if chosen is None else rows[:, chosen]
+    else:
+        count = kind.num_rows(module, x) if chosen is None else len(chosen)
+        rows = _checked_rows(module, kind.rows(module, _widened(x), chosen), where, count)
     if trainable_bias(module) is None:
         return rows
     return torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], dim=2)
 
 
-def count_rows(module: nn.Module, x: torch.Tensor) -> int:
+def count_rows(module: nn.Module, x: torch.Tensor, *, where: str = "") -> int:
     """Count the rows of one forward call of a layer.
 
     Args:
         module: A layer with a block.
         x: Its input.
+        where: Layer and client, for messages; may be empty.
 
     Returns:
         The number; types that do not say without computing the rows compute them.
+
+    Raises:
+        CurvatureError: The rows that are registered for the type do not fit the layer's weight.
     """
     kind = _known_type(module)
-    return int(kind.rows(module, x.detach()).shape[-2]) if kind.num_rows is None else kind.num_rows(module, x)
+    if kind.num_rows is not None:
+        return kind.num_rows(module, x)
+    return int(_checked_rows(module, kind.rows(module, x.detach()), where).shape[1])
 
 
-def input_moment(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+def input_moment(module: nn.Module, x: torch.Tensor, *, where: str = "") -> torch.Tensor | None:
     """Sum the outer products of the rows of one forward call, where its type has a faster way than from the rows.
 
     Args:
         module: A layer with a block.
         x: Its input.
+        where: Layer and client, for messages; may be empty.
 
     Returns:
         ``(groups, width, width)``; None if its type has no such way.
+
+    Raises:
+        CurvatureError: The moment that is registered for the type does not fit the layer's weight.
     """
-    moment = _known_type(module).moment
-    return None if moment is None else moment(module, _widened(x), trainable_bias(module) is not None)
+    kind = _known_type(module)
+    if kind.moment is None:
+        return None
+    has_bias = trainable_bias(module) is not None
+    moment = kind.moment(module, _widened(x), has_bias)
+    shape = _weight_shape(module, where)
+    width = shape.inputs + has_bias
+    if moment.shape != (shape.groups, width, width):
+        raise _unfit(module, where, f"a moment of shape {(shape.groups, width, width)}", f"{tuple(moment.shape)}")
+    return moment
+
+
+class _WeightShape(NamedTuple):
+    """A layer's weight as matrix: ``outputs`` rows in ``groups``, each with the ``inputs`` of its group, bias not counted."""
+
+    outputs: int
+    groups: int
+    inputs: int
+
+
+def _weight_shape(module: nn.Module, where: str) -> _WeightShape:
+    """Read a layer's weight by what is registered for its type, and check that bias and groups fit it."""
+    kind, weight, bias = _known_type(module), module._parameters["weight"], trainable_bias(module)
+    if weight is None or (kind.transposed and weight.dim() != 2):
+        got = "none" if weight is None else f"{tuple(weight.shape)} with transposed=True"
+        raise _unfit(module, where, "a weight, (in, out) if it is transposed", got)
+    outputs = weight.shape[1] if kind.transposed else weight.shape[0]
+    if bias is not None and bias.shape != (outputs,):
+        stored = "weight (in, out), as transposed=True says," if kind.transposed else "weight (out, ...)"
+        got = f"weight {tuple(weight.shape)} and bias {tuple(bias.shape)}"
+        raise _unfit(module, where, f"a {stored} and bias (out,)", got)
+    groups = 1 if kind.groups is None else kind.groups(module)
+    if groups < 1 or outputs % groups:
+        raise _unfit(module, where, f"groups that divide its {outputs} outputs", f"{groups} groups")
+    return _WeightShape(outputs, groups, weight.numel() // outputs)
+
+
+def _checked_rows(module: nn.Module, rows: torch.Tensor, where: str, count: int | None = None) -> torch.Tensor:
+    """Give the rows that a type's function made as ``(groups, rows, in)``, if they fit the layer's weight."""
+    shape = _weight_shape(module, where)
+    got = tuple(rows.shape) if isinstance(rows, torch.Tensor) else ()
+    sizes = (1, *got) if len(got) == 2 else got
+    n = sizes[1] if count is None and len(sizes) == 3 else count
+    if sizes != (shape.groups, n, shape.inputs):
+        dims = ["n" if count is None else str(count), str(shape.inputs)]
+        expected = f"rows of shape ({', '.join(dims if shape.groups == 1 else [str(shape.groups), *dims])})"
+        raise _unfit(module, where, expected, str(got) if isinstance(rows, torch.Tensor) else type(rows).__name__)
+    return rows.reshape(sizes)
+
+
+def _unfit(module: nn.Module, where: str, expected: str, got: str) -> CurvatureError:
+    name = type(module).__name__
+    return CurvatureError(
+        explain(
+            f"{where}, {name}" if where else name,
+            expected=expected,
+            got=got,
+            do=f"in what register_layer has for {name}, give a row for each use of the weight, as x.flatten(0, -2) does, "
+            "without the bias's 1; set transposed only for a weight stored as (in, out), and groups only for grouped outputs",
+        )
+    )
 
 
 def _known_type(module: nn.Module) -> LayerType:
@@ -232,6 +314,9 @@ def model_layout(model: nn.Module, *, max_width: int = 0) -> Layout:
 
     Returns:
         The layout, in the order of ``named_parameters()``.
+
+    Raises:
+        CurvatureError: What is registered for a layer's type does not fit its weight.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     uses = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -264,18 +349,15 @@ def _why_averaged(module: nn.Module, uses: Counter[nn.Parameter]) -> str | None:
 
 
 def _spec(layer: str, module: nn.Module, names: dict[nn.Parameter, str], max_width: int) -> BlockSpec:
-    kind, weight, bias = _known_type(module), module._parameters["weight"], trainable_bias(module)
-    if weight is None:
-        raise TypeError(f"layer '{layer}' has no block")
-    rows = weight.shape[1] if kind.transposed else weight.shape[0]
-    parameters = (names[weight],) if bias is None else (names[weight], names[bias])
-    width = weight.numel() // rows + len(parameters) - 1
+    outputs, groups, inputs = _weight_shape(module, f"layer '{layer}'")
+    parameters = [names[p] for p in (module._parameters["weight"], trainable_bias(module)) if p is not None]
+    width = inputs + len(parameters) - 1
     return BlockSpec(
         layer,
-        parameters,
-        rows,
+        tuple(parameters),
+        outputs,
         width,
-        kind.transposed,
-        groups=kind.groups(module) if kind.groups is not None else 1,
+        _known_type(module).transposed,
+        groups=groups,
         cut=max_width if 0 < max_width < width else 0,
     )

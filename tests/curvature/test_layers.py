@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fedapps.curvature import layers
+from fedapps.curvature import FoofPreconditioner, layers
 from fedapps.curvature.gram import covariance
 from fedapps.curvature.layers import count_rows, input_moment, input_rows, model_layout, register_layer
 from fedapps.curvature.layout import BlockSpec
+from fedapps.errors import CurvatureError
 from fedapps.tasks.torch_arrays import module_arrays
 
 GEOMETRIES = {
@@ -265,6 +267,78 @@ def test_layer_type_is_added_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert model_layout(Stored()).blocks == (BlockSpec("", ("weight", "bias"), 4, 6, transposed=True),)
     assert input_rows(Stored(), torch.randn(2, 3, 5)).shape == (1, 6, 6)
+
+
+ROWS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "not flattened": (lambda module, x: x, {}, r"rows of shape \(n, 5\), got \(2, 3, 5\)"),
+    "flattened too far": (lambda module, x: x.flatten(), {}, r"rows of shape \(n, 5\), got \(30,\)"),
+    "the other way round": (lambda module, x: x.flatten(0, -2).T, {}, r"rows of shape \(n, 5\), got \(5, 6\)"),
+    "with the bias's 1": (
+        lambda module, x: torch.cat([x.flatten(0, -2), torch.ones(6, 1)], dim=1), {}, r"\(n, 5\), got \(6, 6\)",
+    ),
+    "no result": (lambda module, x: None, {}, r"rows of shape \(n, 5\), got NoneType"),
+    "groups": (lambda module, x: x.flatten(0, -2), {"groups": lambda m: 2}, r"shape \(2, n, 5\), got \(6, 5\)"),
+    "another number": (
+        lambda module, x, chosen: x.flatten(0, -2), {"num_rows": lambda m, x: 7}, r"\(7, 5\), got \(6, 5\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_do_not_fit_the_weight_are_refused_with_layer_and_advice(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_LAYER_TYPES", dict(layers._LAYER_TYPES))
+    function, options, message = ROWS[name]
+    register_layer(Stored, transposed=True, **options)(function)
+    model = nn.Sequential(nn.Tanh(), Stored())
+    advice = r"; in what register_layer has for Stored, give a row for each use of the weight, as x.flatten\(0, -2\)"
+    with (
+        FoofPreconditioner(model, damping=0.1, where="client 3"),
+        pytest.raises(CurvatureError, match=f"layer '1', client 3, Stored: expected .*{message}{advice}"),
+    ):
+        model(torch.randn(2, 3, 5))
+
+
+def test_a_moment_that_does_not_fit_the_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_LAYER_TYPES", dict(layers._LAYER_TYPES))
+    register_layer(Stored, transposed=True, moment=lambda m, x, bias: torch.eye(5)[None])(lambda m, x: x.flatten(0, -2))
+    message = r"layer 'fc', Stored: expected a moment of shape \(1, 6, 6\), got \(1, 5, 5\); in what register_layer"
+    with pytest.raises(CurvatureError, match=message):
+        input_moment(Stored(), torch.randn(2, 3, 5), where="layer 'fc'")
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (Stored, {}, r"weight \(out, ...\) and bias \(out,\), got weight \(5, 4\) and bias \(4,\)"),
+        (lambda: nn.Linear(5, 4), {"transposed": True}, r"as transposed=True says, .* got weight \(4, 5\) and bias"),
+        (lambda: nn.Conv1d(5, 4, 2), {"transposed": True}, r"got \(4, 5, 2\) with transposed=True"),
+        (lambda: nn.Linear(5, 4), {"groups": lambda m: 3}, "groups that divide its 4 outputs, got 3 groups"),
+    ],
+    ids=["transposed forgotten", "not transposed", "transposed convolution", "groups"],
+)
+def test_a_registration_that_does_not_fit_the_weight_is_refused_before_any_data(
+    build: Callable[[], nn.Module], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_LAYER_TYPES", dict(layers._LAYER_TYPES))
+    model = nn.Sequential(build())
+    register_layer(type(model[0]), **options)(lambda module, x: x.flatten(0, -2))
+    with pytest.raises(CurvatureError, match=rf"layer '0', {type(model[0]).__name__}: expected .*{message}"):
+        model_layout(model)
+
+
+def test_a_weight_wrongly_said_to_be_transposed_is_seen_from_its_rows_without_a_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers, "_LAYER_TYPES", dict(layers._LAYER_TYPES))
+    register_layer(nn.Linear, transposed=True)(lambda module, x: x.flatten(0, -2))
+    model = nn.Sequential(nn.Linear(5, 4, bias=False))
+    with (
+        FoofPreconditioner(model, damping=0.1),
+        pytest.raises(CurvatureError, match=r"layer '0', Linear: expected rows of shape \(n, 4\), got \(6, 5\)"),
+    ):
+        model(torch.randn(2, 3, 5))
 
 
 def _check_conv1d(layer: nn.Module) -> None:
