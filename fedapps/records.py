@@ -24,7 +24,8 @@ up          ``scalars``      scalar-only methods: ``values`` (float32, ``tau`` r
                              ``fingerprint`` of the client's replica; or ``need-from``, a round, from a client whose
                              journal is lost
 up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``; ``store-lost`` from a client that has
-                             lost what it kept over rounds, ``rebuilt`` from one whose replica went astray
+                             lost what it kept over rounds, ``rebuilt`` from one whose replica went astray, ``step-limit``
+                             from one whose step on a loss with a pull is not below that number
 ==========  ===============  =======================================================================================
 
 ``arrays``, ``config``, ``metrics`` and ``num-examples`` are Flower's own default names, so a client written for
@@ -59,6 +60,7 @@ LINE_SEARCH = "line-search"
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server-round"
 STORE_LOST = "store-lost"
+STEP_LIMIT = "step-limit"
 NEED_FROM = "need-from"
 STEPS = "steps"
 LOSSES = "losses"

@@ -18,7 +18,14 @@ from fedapps.personal_settings import pulled_step
 from fedapps.personalization.fedclup import Stale, send
 from fedapps.personalization.parts import personal_names
 from fedapps.records import METRICS, STORE_LOST, Arrays
-from fedapps.strategies.fedclup_plan import CURVATURE, FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE, RoundPlan
+from fedapps.strategies.fedclup_plan import (
+    CURVATURE,
+    FIT_DISTANCE2,
+    FIT_NOISE,
+    FIT_VARIANCE,
+    AskedCurvature,
+    RoundPlan,
+)
 
 
 def train(work: ClientWork) -> RecordDict:
@@ -37,8 +44,9 @@ def train(work: ClientWork) -> RecordDict:
     received = {name: work.arrays[name] for name in names}
     pull = Pull(received, plan.lam)
     metrics = {STORE_LOST: 1.0} if kept.lost else {}
-    if plan.curvature:
-        metrics[CURVATURE] = problem.largest_curvature(work.arrays, names)
+    if plan.curvature is not AskedCurvature.NOTHING:
+        exact = plan.curvature is AskedCurvature.FOR_GAMMA
+        metrics[CURVATURE] = (problem.largest_curvature if exact else problem.rough_curvature)(work.arrays, names)
 
     stale = Stale.REPLIES if plan.fitting else Stale(own.stale)
     trained = _train(work, problem, kept, plan, pull, metrics)

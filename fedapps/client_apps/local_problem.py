@@ -15,10 +15,11 @@ import numpy as np
 
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.newton import Objective, minimise
+from fedapps.errors import TaskError, explain
 from fedapps.personalization import pfedme
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.pfedme import PFedMeConfig
-from fedapps.personalization.proximal import Proximal, curvature_range, descend
+from fedapps.personalization.proximal import Proximal, curvature_by_differences, curvature_range, descend
 from fedapps.records import Arrays
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
 
@@ -95,6 +96,17 @@ class LocalProblem(Protocol):
             ``L``.
         """
 
+    def rough_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:
+        """Estimate ``L`` from below by a few gradients on the round's first batch, for warnings.
+
+        Args:
+            arrays: The model at which it is estimated.
+            names: The tensors that it is about.
+
+        Returns:
+            The estimate; 0 if nothing is known.
+        """
+
     def fit(self, received: Arrays, pull: Pull, step: float) -> tuple[Trained, LocalFit]:
         """Fit the client's own data, for the choice of ``lambda``.
 
@@ -148,7 +160,17 @@ class ConvexProblem:
             yield self._whole if whole else self._task.objective(self._work.data.train.take(batch))
 
     def _trained(self, theta: np.ndarray) -> Trained:
-        return Trained({WEIGHTS: theta}, {}, float(self._whole.loss(theta)))
+        loss = float(self._whole.loss(theta))
+        if not np.isfinite(loss):
+            raise TaskError(
+                explain(
+                    f"{self._work.where}, round {self._work.server_round}, after the local steps",
+                    expected="a finite loss",
+                    got=str(loss),
+                    do="lower the learning rate, or check the client's data",
+                )
+            )
+        return Trained({WEIGHTS: theta}, {}, loss)
 
     def descend(self, start: Arrays, pull: Pull, step: float) -> Trained:
         """Take gradient steps, as `LocalProblem.descend` says."""
@@ -163,6 +185,10 @@ class ConvexProblem:
     def largest_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:
         """Compute the curvature at zero, where that of logistic regression is greatest."""
         return curvature_range(self._whole, np.zeros_like(arrays[WEIGHTS]))[1]
+
+    def rough_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:
+        """Estimate ``L`` by differences of gradients, as `LocalProblem.rough_curvature` says."""
+        return curvature_by_differences(next(self._batches()).gradient, arrays[WEIGHTS])
 
     def fit(self, received: Arrays, pull: Pull, step: float) -> tuple[Trained, LocalFit]:
         """Find the minimiser by Newton's method, and measure it as the task can."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from flwr.app import RecordDict
 
 from fedapps.client_apps.first_order import reply
-from fedapps.client_apps.local_problem import Pull, Trained, local_problem
+from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
 from fedapps.client_apps.personal_models import Kept, PersonalModel, load_personal, save_personal
 from fedapps.client_apps.work import ClientWork
+from fedapps.errors import TaskError
 from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig
-from fedapps.records import METRICS, STORE_LOST
+from fedapps.personalization.proximal import safe_step, unstable_step
+from fedapps.records import METRICS, STEP_LIMIT, STORE_LOST
 
 
 def train_pfedme(work: ClientWork) -> RecordDict:
@@ -30,8 +35,11 @@ def train_pfedme(work: ClientWork) -> RecordDict:
         personal_lr=pulled_step(work.lr, own.lambda_, own.personal_lr),
         num_inner_steps=own.inner_steps,
     )
-    local, theta = local_problem(work, work.arrays).move_with_copy(work.arrays, kept.model, config)
-    return _finish(work, kept, theta, reply(local.arrays, local.buffers, work, theta.loss))
+    problem = local_problem(work, work.arrays)
+    limit = _passed_limit(work, problem, own.lambda_, config.personal_lr)
+    with _naming(limit):
+        local, theta = problem.move_with_copy(work.arrays, kept.model, config)
+    return _finish(work, kept, theta, reply(local.arrays, local.buffers, work, theta.loss), limit)
 
 
 def train_ditto(work: ClientWork) -> RecordDict:
@@ -50,8 +58,10 @@ def train_ditto(work: ClientWork) -> RecordDict:
     received = {name: work.arrays[name] for name in problem.names}
     local = problem.descend(work.arrays, Pull(received, 0.0), work.lr)
     step = pulled_step(work.lr, own.lambda_, own.personal_lr)
-    personal = problem.descend(kept.model, Pull(received, own.lambda_), step)
-    return _finish(work, kept, personal, reply(local.arrays, local.buffers, work, local.loss))
+    limit = _passed_limit(work, problem, own.lambda_, step)
+    with _naming(limit):
+        personal = problem.descend(kept.model, Pull(received, own.lambda_), step)
+    return _finish(work, kept, personal, reply(local.arrays, local.buffers, work, local.loss), limit)
 
 
 def train_localtrain(work: ClientWork) -> RecordDict:
@@ -70,8 +80,34 @@ def train_localtrain(work: ClientWork) -> RecordDict:
     return _finish(work, kept, trained, reply({}, {}, work, trained.loss))
 
 
-def _finish(work: ClientWork, kept: Kept, personal: Trained, content: RecordDict) -> RecordDict:
+def _passed_limit(work: ClientWork, problem: LocalProblem, lam: float, step: float) -> float | None:
+    """Give ``2/(L + lambda)`` if a step on the loss with the pull is not below it; None if it is, and after the first round.
+
+    A client estimates ``L`` once: it costs six gradients, which training does not need.
+    """
+    if work.last_folded:
+        return None
+    limit = 2 * safe_step(problem.rough_curvature(work.arrays, problem.names), lam)
+    return limit if step >= limit else None
+
+
+@contextmanager
+def _naming(limit: float | None) -> Iterator[None]:
+    """Let the error of a training that diverged say that its step was beyond the limit."""
+    try:
+        yield
+    except TaskError as error:
+        if limit is None:
+            raise
+        raise TaskError(f"{error}; {unstable_step(limit)}") from error
+
+
+def _finish(
+    work: ClientWork, kept: Kept, personal: Trained, content: RecordDict, limit: float | None = None
+) -> RecordDict:
     save_personal(work, PersonalModel({**personal.arrays, **personal.buffers}))
     if kept.lost:
         content.metric_records[METRICS][STORE_LOST] = 1.0
+    if limit is not None:
+        content.metric_records[METRICS][STEP_LIMIT] = limit
     return content

@@ -15,8 +15,10 @@ from fedapps.client_apps.work import ClientWork
 from fedapps.errors import TaskError, explain
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
 from fedapps.personalization.pfedme import PFedMeConfig, local_step
+from fedapps.personalization.proximal import curvature_by_differences
 from fedapps.personalization.torch_proximal import add_proximal_gradient, largest_curvature
 from fedapps.records import Arrays
+from fedapps.tasks.base import Data
 from fedapps.tasks.torch_arrays import trainable_names
 from fedapps.tasks.torch_task import EVALUATION_BATCH, evaluation_mode
 
@@ -132,9 +134,17 @@ class TorchProblem:
                     f"{self._work.where}, curvature of the loss",
                     expected="a model that can be differentiated twice",
                     got=str(error),
-                    do="set fedclup.gamma-rule=average, which needs no curvature",
+                    do="set fedclup.gamma-rule=average or a number for fedclup.gamma, which need no curvature",
                 )
             ) from error
+
+    def rough_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:
+        """Estimate ``L`` by differences of gradients, in evaluation mode, as `LocalProblem.rough_curvature` says."""
+        batch = self._work.data.train.take(next(self._work.batches()))
+        return curvature_by_differences(
+            lambda theta: self._gradient({**arrays, **_shaped(theta, arrays, names)}, names, batch),
+            _flat(arrays, names),
+        )
 
     def fit(self, received: Arrays, pull: Pull, step: float) -> tuple[Trained, LocalFit]:
         """Fit the client's data, and each half of it, by the round's ``K`` steps.
@@ -154,22 +164,21 @@ class TorchProblem:
         names = tuple(pull.anchor)
         report = fit_of_folds(
             [_flat(fit, names) for fit in fits],
-            [self._gradient({**received, **fit}, names) for fit in fits],
+            [self._gradient({**received, **fit}, names, self._work.data.train) for fit in fits],
             _flat(whole.arrays, names),
             _flat(received, names),
             self._work.num_examples,
         )
         return whole, report
 
-    def _gradient(self, arrays: Arrays, names: tuple[str, ...]) -> np.ndarray:
-        """Compute the gradient of the mean loss over all the client's examples, in evaluation mode."""
+    def _gradient(self, arrays: Arrays, names: tuple[str, ...], data: Data) -> np.ndarray:
+        """Compute the gradient of the mean loss over some examples, in evaluation mode."""
         model = self._task.module(arrays, self._work.device)
-        train = self._work.data.train
         with evaluation_mode(model):
-            for start in range(0, len(train), EVALUATION_BATCH):
-                batch = train.take(np.arange(start, min(start + EVALUATION_BATCH, len(train))))
+            for start in range(0, len(data), EVALUATION_BATCH):
+                batch = data.take(np.arange(start, min(start + EVALUATION_BATCH, len(data))))
                 loss = self._task.loss(model, *self._task.tensors(batch, self._work.device))
-                (loss * (len(batch) / len(train))).backward()  # type: ignore[no-untyped-call]
+                (loss * (len(batch) / len(data))).backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: np.zeros(p.shape) if p.grad is None else p.grad.cpu().numpy() for name, p in model.named_parameters()
         }
@@ -178,3 +187,13 @@ class TorchProblem:
 
 def _flat(arrays: Arrays, names: Iterable[str]) -> np.ndarray:
     return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in names])
+
+
+def _shaped(flat: np.ndarray, arrays: Arrays, names: Iterable[str]) -> Arrays:
+    """Undo `_flat`."""
+    shaped, start = {}, 0
+    for name in names:
+        like = arrays[name]
+        shaped[name] = flat[start : start + like.size].reshape(like.shape).astype(like.dtype)
+        start += like.size
+    return shaped

@@ -20,7 +20,7 @@ Departures: none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,6 +140,52 @@ def step_warning(eta: float, L: float, lam: float) -> str | None:
     if eta >= 2 * bound:
         return f"local step eta = {eta:g} is unstable: it is not below 2/(L + lambda) = {2 * bound:g}; {limits}"
     return f"local step eta = {eta:g} is larger than the theory covers: {limits}"
+
+
+def unstable_step(limit: float) -> str:
+    """Say that a step is beyond where descent on a loss with a pull is stable, as it is told of a client's first round.
+
+    Args:
+        limit: ``2/(L + lambda)``.
+
+    Returns:
+        A sentence.
+    """
+    return (
+        f"the step of the personal model is unstable: it is not below 2/(L + lambda) = {limit:g}, with L of the client's loss"
+        " at its first round; lower lr or personal-lr"
+    )
+
+
+def curvature_by_differences(gradient: Callable[[Vector], Vector], theta: Vector, *, num_iterations: int = 5) -> float:
+    r"""Estimate the greatest curvature roughly, from gradients alone.
+
+    .. math:: H u \approx \frac{g(\theta + h u) - g(\theta)}{h}, \qquad u \leftarrow \frac{H u}{|H u|}, \qquad
+              L \approx \max u^\top H u
+
+    Power iterations from the gradient itself, where descent goes first; ``h`` is a thousandth of ``theta``'s length, or
+    0.001 near 0, which single precision bears. ``u' H u`` approaches ``L`` from below, so that a step that is called
+    unstable by it is unstable.
+
+    Args:
+        gradient: Computes the gradient, ``(d,)``, of the same loss at every call.
+        theta: The point, ``(d,)``.
+        num_iterations: Differences; each costs a gradient, beside the one at ``theta``.
+
+    Returns:
+        The estimate; 0 where nothing is known, since the gradient is 0 or the loss has no curvature along it.
+    """
+    h = 1e-3 * max(1.0, float(np.linalg.norm(theta)))
+    slope = direction = gradient(theta)
+    curvature = 0.0
+    for _ in range(num_iterations):
+        length = float(np.linalg.norm(direction))
+        if not 0 < length < np.inf:
+            break
+        u = direction / length
+        direction = (gradient(theta + h * u) - slope) / h
+        curvature = max(curvature, float(u @ direction))
+    return curvature
 
 
 def curvature_range(objective: Objective, theta: Vector) -> tuple[float, float]:

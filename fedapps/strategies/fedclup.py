@@ -4,7 +4,8 @@ r"""FedCLUP (arXiv 2410.08934): a server step on the clients' Moreau envelopes, 
 
 The mathematics is `fedapps.personalization.fedclup`; this file says who takes part and when. The sum runs over the last
 known differences of *all* clients, weighted over all ``N`` by what the handshake told of their examples. ``L`` in the
-theory's step is the greatest of the clients' own, each reported once.
+theory's step is the greatest of the clients' own, each reported once. Where another rule gives ``gamma`` each reports an
+estimate from a few gradients instead, for warnings of unstable steps.
 
 With a `ChoiceConfig` the run begins with a round of local fits by every client, from which ``lambda`` is chosen
 (`fedapps.personalization.choose_lambda`), repeated from their mean while the choice is not decided: one reply of several
@@ -45,7 +46,14 @@ from fedapps.personalization.parts import personal_names
 from fedapps.personalization.proximal import check_lambda, step_warning
 from fedapps.records import STORE_LOST, Arrays, Reply, check_complete
 from fedapps.settings import Settings
-from fedapps.strategies.fedclup_plan import CURVATURE, FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE, RoundPlan
+from fedapps.strategies.fedclup_plan import (
+    CURVATURE,
+    FIT_DISTANCE2,
+    FIT_NOISE,
+    FIT_VARIANCE,
+    AskedCurvature,
+    RoundPlan,
+)
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
 
@@ -88,6 +96,30 @@ class FedClupOptions:
         check_lambda(self.lam, positive=True)
         if self.gamma:
             FedClupConfig(self.lam, self.gamma, self.stale)
+
+    @property
+    def gamma_needs_curvature(self) -> bool:
+        """Whether the server step follows from ``L``."""
+        return not self.gamma and self.gamma_rule == "theory" and self.stale is not Stale.REUSE_MODELS
+
+    def gamma_of(self, lam: float, L: float, num_sampled: int, num_clients: int) -> float:
+        """Give the server step in force.
+
+        Args:
+            lam: ``lambda`` in force.
+            L: Greatest curvature over the clients; 0 if it is not known, or the loss has none.
+            num_sampled: ``|S|``, clients in the round.
+            num_clients: ``N``.
+
+        Returns:
+            The step.
+        """
+        if self.gamma:
+            return self.gamma
+        if not self.gamma_needs_curvature:
+            return 1 / lam
+        # Of a loss without curvature only the pull is known.
+        return default_gamma(lam, L or np.inf, num_clients if self.stale is Stale.REPLIES else num_sampled, num_clients)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> FedClupOptions:
@@ -190,14 +222,15 @@ class FedCLUP(RoundMixin, Strategy):
             lam=self.lam,
             generation=self._state.generation if self._state else 0,
             fitting=self.choosing,
-            curvature=self._asks_curvature and partition not in self._curvature,
+            curvature=self._asked_curvature(partition),
         )
         return ConfigRecord({**super()._client_config(server_round, partition, config), **plan.to_entries()})
 
-    @property
-    def _asks_curvature(self) -> bool:
-        # A step of the user's own is checked with it. Plain averaging asks for none: some models have no second derivative.
-        return self.own.gamma > 0 or self.own.gamma_rule == "theory"
+    def _asked_curvature(self, partition: int) -> AskedCurvature:
+        if partition in self._curvature:
+            return AskedCurvature.NOTHING
+        # Some models have no second derivative, and need none where it serves warnings only.
+        return AskedCurvature.FOR_GAMMA if self.own.gamma_needs_curvature else AskedCurvature.ROUGHLY
 
     # The round -------------------------------------------------------------------------------
 
@@ -334,22 +367,20 @@ class FedCLUP(RoundMixin, Strategy):
         return config
 
     def _gamma(self) -> float:
-        if self.own.gamma:
-            return self.own.gamma
-        if self.own.gamma_rule == "average" or self.own.stale is Stale.REUSE_MODELS:
-            return 1 / self.lam
-        L, N = max(self._curvature.values(), default=0.0), self.roster.num_partitions
-        # Of a loss without curvature only the pull is known.
-        num_sampled = N if self.own.stale is Stale.REPLIES else len(self.report.sampled)
-        return default_gamma(self.lam, L or np.inf, num_sampled, N)
+        return self.own.gamma_of(
+            self.lam, self._greatest_curvature(), len(self.report.sampled), self.roster.num_partitions
+        )
+
+    def _greatest_curvature(self) -> float:
+        return max(self._curvature.values(), default=0.0)
 
     def _warn(self, config: FedClupConfig) -> None:
         """Warn of unstable steps, each once."""
-        L = max(self._curvature.values(), default=0.0)
+        L = self._greatest_curvature()
         if not L:
             return
         warnings = gamma_warnings(config, L, len(self.report.sampled), self.roster.num_partitions)
-        if self.own.lr:
+        if self.own.lr or self.own.personal_lr:
             step = pulled_step(self.own.lr, config.lam, self.own.personal_lr)
             warnings += [text for text in [step_warning(step, L, config.lam)] if text]
         for text in warnings:

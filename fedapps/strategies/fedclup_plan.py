@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from fedapps.errors import MessageError, explain
@@ -16,6 +17,17 @@ CURVATURE = "largest-curvature"
 """Metrics of a reply: the scalars of a local fit, and the client's ``L``."""
 
 
+class AskedCurvature(StrEnum):
+    """What a client is to say of the greatest curvature ``L`` of its loss."""
+
+    NOTHING = "nothing"
+    """Nothing: it has said it already."""
+    ROUGHLY = "roughly"
+    """An estimate from a few gradients, from which the server warns of unstable steps."""
+    FOR_GAMMA = "for-gamma"
+    """The value that sets the server step: the client fails if it cannot tell."""
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """A client's part in a round.
@@ -24,13 +36,13 @@ class RoundPlan:
         lam: ``lambda``.
         generation: Generation of the server's running sum.
         fitting: Whether to report a local fit, for the choice of ``lambda``.
-        curvature: Whether to report the greatest curvature of the client's loss.
+        curvature: What to report of the greatest curvature of the client's loss.
     """
 
     lam: float
     generation: int
     fitting: bool
-    curvature: bool
+    curvature: AskedCurvature
 
     def to_entries(self) -> dict[str, Scalar]:
         """Give the entries of the message's ``config``."""
@@ -38,7 +50,7 @@ class RoundPlan:
             "lambda": self.lam,
             "generation": self.generation,
             "fitting": self.fitting,
-            "report-curvature": self.curvature,
+            "curvature": str(self.curvature),
         }
 
     @classmethod
@@ -59,7 +71,7 @@ class RoundPlan:
                 lam=float(entries["lambda"]),
                 generation=int(entries["generation"]),
                 fitting=bool(entries["fitting"]),
-                curvature=bool(entries["report-curvature"]),
+                curvature=AskedCurvature(entries["curvature"]),
             )
         except KeyError as error:
             raise MessageError(

@@ -144,6 +144,37 @@ def test_the_greatest_curvature_is_that_of_the_loss_without_the_pull(cls: type[T
     assert problem.largest_curvature(arrays, ("weights",)) == pytest.approx(1.0, rel=1e-9)
 
 
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+def test_the_rough_curvature_is_that_of_the_loss_without_the_pull(cls: type[Task]) -> None:
+    problem, arrays = point(cls, 1.0)
+    assert problem.rough_curvature(arrays, ("weights",)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_torchs_rough_curvature_is_of_the_rounds_first_batch_in_single_precision_too() -> None:
+    class Single(Lines):
+        model: ClassVar[Any] = lambda self: torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False))
+
+        def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tensor(data.inputs, dtype=torch.float32), torch.tensor(data.targets, dtype=torch.float32)
+
+    for task, dtype in ((Lines(TaskConfig()), np.float64), (Single(TaskConfig()), np.float32)):
+        arrays = {"0.weight": np.zeros((1, 3), dtype)}
+        work = work_of(task, arrays, batch_size=5)
+        x = X[next(work.batches())]
+        estimate = local_problem(work, arrays).rough_curvature(arrays, ("0.weight",))
+        L = np.linalg.eigvalsh(x.T @ x / 5)[-1]
+        assert 0.9 * L < estimate < 1.001 * L
+
+
+def test_a_convex_training_that_diverged_is_named() -> None:
+    problem, arrays = point(Point, 1.0, local_steps=200)
+    with (
+        np.errstate(over="ignore"),
+        pytest.raises(TaskError, match=r"client 0, round 1, after the local steps: .*finite"),
+    ):
+        problem.descend(arrays, Pull(arrays, 0.0), 1e4)
+
+
 def test_torchs_curvature_approaches_the_greatest_eigenvalue() -> None:
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
@@ -220,8 +251,10 @@ def test_a_model_without_second_derivatives_is_named_with_the_way_out() -> None:
 
     arrays = {"weights": np.ones(1)}
     problem = local_problem(work_of(OnceTask(TaskConfig()), arrays), arrays)
-    with pytest.raises(TaskError, match=r"client 0, curvature of the loss: .*fedclup\.gamma-rule=average"):
+    with pytest.raises(TaskError, match=r"client 0, curvature of the loss: .*gamma-rule=average or a number for"):
         problem.largest_curvature(arrays, ("weights",))
+    # (v - 3)^4 / 4 at 1 has the curvature 3 (1 - 3)^2, in 64-bit differences of 0.001.
+    assert problem.rough_curvature(arrays, ("weights",)) == pytest.approx(12.0, rel=2e-3)
 
 
 def test_the_pulled_step_is_the_theorys_for_every_pull() -> None:

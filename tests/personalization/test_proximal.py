@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from fedapps.errors import SettingsError
-from fedapps.personalization.proximal import Proximal, check_lambda, curvature_range, descend, safe_step, step_warning
+from fedapps.personalization.proximal import (
+    Proximal,
+    check_lambda,
+    curvature_by_differences,
+    curvature_range,
+    descend,
+    safe_step,
+    step_warning,
+)
 from fedapps.personalization.quadratic import Quadratic
 from fedapps.personalization.synthetic import Logistic
 
@@ -100,3 +110,33 @@ def test_zero_lambda_is_refused_where_it_must_be_positive() -> None:
     check_lambda(0.0)
     with pytest.raises(SettingsError, match="above 0"):
         check_lambda(0.0, positive=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_curvature_by_differences_approaches_the_greatest_from_below_with_six_gradients(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    X = random.standard_normal((40, 8))
+    quadratic = Quadratic(X.T @ X / 40, random.standard_normal(8))
+    calls = 0
+
+    def gradient(theta: np.ndarray) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        return quadratic.gradient(theta)
+
+    L = np.linalg.eigvalsh(quadratic.A)[-1]
+    assert 0.7 * L < curvature_by_differences(gradient, 30 * random.standard_normal(8)) <= L * (1 + 1e-9)
+    assert calls == 6
+
+
+def test_curvature_by_differences_is_that_of_the_convex_directions() -> None:
+    """A greatest absolute eigenvalue that is negative is no curvature that limits the step."""
+    saddle = Quadratic(np.diag([-5.0, 1.0]), np.zeros(2))
+    assert curvature_by_differences(saddle.gradient, np.array([1.0, 2.0])) <= 1.0
+
+
+@pytest.mark.parametrize(
+    "gradient", [lambda theta: np.zeros(2), lambda theta: np.ones(2), lambda theta: np.full(2, np.nan)]
+)
+def test_without_curvature_nothing_is_known(gradient: Any) -> None:
+    assert curvature_by_differences(gradient, np.ones(2)) == 0.0

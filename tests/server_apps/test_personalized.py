@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
 
+from fedapps.client_apps.torch_problem import TorchProblem
 from fedapps.errors import RoundFailedError, SettingsError
 from fedapps.methods import resolve_settings
 from fedapps.personalization.quadratic import global_minimiser, joint_minimiser, least_squares, local_minimisers
@@ -385,8 +386,12 @@ def test_pfedmes_copy_may_not_jump_past_its_personal_model(tmp_path: Path) -> No
     [
         ({"fedclup.gamma": 1e4}, r"gamma = 10000 is unstable even with every client.*its limit"),
         ({"fedclup.personal-lr": 100.0}, r"local step eta = 100 is unstable: it is not below 2/\(L \+ lambda\)"),
+        (
+            {"fedclup.gamma": 0.0, "fedclup.gamma-rule": "average", "fedclup.personal-lr": 100.0},
+            r"local step eta = 100 is unstable: it is not below 2/\(L \+ lambda\)",
+        ),
     ],
-    ids=["server step", "local step"],
+    ids=["server step", "local step", "local step with plain averaging"],
 )
 def test_unstable_steps_are_warned_of_with_their_bound(
     tmp_path: Path, log: Any, config: dict[str, Any], match: str
@@ -395,3 +400,53 @@ def test_unstable_steps_are_warned_of_with_their_bound(
     run = short_run(tmp_path / "run", {**base, **config}, 4)
     assert len(re.findall(match, log.text)) == 1  # Once, not every round.
     assert re.search(match, " ".join(run.rows("train")[0]["notes"]))
+
+
+@pytest.mark.parametrize("method", ["pfedme", "ditto"])
+def test_an_unstable_step_of_a_personal_model_is_warned_of_with_its_bound(
+    tmp_path: Path, log: Any, method: str
+) -> None:
+    """The bound is within a fifth of the client's own 2/(L + lambda); a step that is below it is not spoken of."""
+    base = {**LINEAR, "method": method, "local-epochs": 1, "num-server-rounds": 3}
+    short_run(tmp_path / "stable", base, 4)
+    assert "is unstable" not in log.text
+    run = short_run(tmp_path / "unstable", {**base, f"{method}.personal-lr": 10.0}, 4)
+    match = r"client 0: the step of the personal model is unstable: it is not below 2/\(L \+ lambda\) = ([0-9.]+)"
+    (bound,) = re.findall(match, log.text)  # Once, not every round or client.
+    L = np.linalg.eigvalsh(quadratics(base, 4)[0].A)[-1]
+    assert 2 / (L + 0.3) * 0.999 < float(bound) < 2 / (L + 0.3) * 1.2
+    assert re.search(match, " ".join(run.rows("train")[0]["notes"]))
+    assert not any("step-limit" in row for row in run.rows("train"))
+
+
+@pytest.mark.parametrize("method", ["pfedme", "ditto"])
+@pytest.mark.parametrize("config", [LINEAR, {"local-epochs": 60}], ids=["convex", "torch"])
+def test_a_personal_model_that_diverged_is_named_with_its_bound(
+    tmp_path: Path, method: str, config: dict[str, Any]
+) -> None:
+    config = {
+        **config,
+        "method": method,
+        f"{method}.personal-lr": 1e6,
+        "num-server-rounds": 1,
+        "on-failure": "fail-fast",
+    }
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(RoundFailedError, match=r"a finite loss.* it is not below 2/\(L \+ lambda\) = "),
+    ):
+        short_run(tmp_path / "run", config, 4 if "task" in config else 3)
+
+
+@pytest.mark.parametrize("method", ["fedclup", "pfedme", "ditto"])
+def test_the_estimate_for_warnings_leaves_training_as_it_is(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"method": method, "task": "fedapps_testing:BatchNormSites"}
+    config |= {"fedclup.gamma-rule": "average"} if method == "fedclup" else {}
+    run = short_run(tmp_path / "with", config)
+    monkeypatch.setattr(TorchProblem, "rough_curvature", lambda *_: 0.0)
+    without = short_run(tmp_path / "without", config)
+    assert_same_model(run.model, without.model)
+    for partition, state in stores(run).items():
+        assert_same_model(state, stores(without)[partition])

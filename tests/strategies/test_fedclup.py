@@ -16,7 +16,7 @@ from fedapps.personalization.fedclup import Stale
 from fedapps.records import pack_arrays
 from fedapps.strategies import FedCLUP, RoundOptions
 from fedapps.strategies.fedclup import MOST_FIT_ROUNDS, FedClupOptions
-from fedapps.strategies.fedclup_plan import RoundPlan
+from fedapps.strategies.fedclup_plan import AskedCurvature, RoundPlan
 from fedapps.strategies.roster import NodeFacts
 
 SIZES = [10, 30, 60]
@@ -145,6 +145,10 @@ def test_a_round_below_the_quorum_changes_no_sum_and_makes_nobody_heard_of(stale
     assert one_round(strategy, replies, new, 3)["w"].tobytes() == one_round(other, replies, new, 3)["w"].tobytes()
 
 
+FROM_CURVATURE = [FedClupOptions(lam=0.5), FedClupOptions(lam=0.5, stale=Stale.REPLIES)]
+"""Options whose server step follows from ``L``."""
+
+
 @pytest.mark.parametrize(
     ("own", "sampled", "expected"),
     [
@@ -162,14 +166,24 @@ def test_gamma_follows_its_rule_with_the_greatest_curvature(
 ) -> None:
     """Curvatures 1 and 4 of clients 0 and 1; a client reports its own once."""
     strategy = strategy_of(dataclasses.replace(own, patterns=("w",)))
-    asks = own.gamma_rule == "theory"
-    assert plan_of(strategy, 1).curvature is asks
+    asked = AskedCurvature.FOR_GAMMA if own in FROM_CURVATURE else AskedCurvature.ROUGHLY
+    assert plan_of(strategy, 1).curvature is asked
     curvature = {0: 1.0, 1: 4.0, 2: 2.0}
-    replies = {i: reply_of([0.1, 0.1], **({"largest_curvature": curvature[i]} if asks else {})) for i in sampled}
-    one_round(strategy, replies)
+    one_round(strategy, {i: reply_of([0.1, 0.1], largest_curvature=curvature[i]) for i in sampled})
     assert strategy.report.values["gamma"] == pytest.approx(expected, rel=1e-14)
-    assert not plan_of(strategy, 1).curvature
-    assert plan_of(strategy, 2).curvature is (asks and 2 not in sampled)
+    assert plan_of(strategy, 1).curvature is AskedCurvature.NOTHING
+    assert plan_of(strategy, 2).curvature is (AskedCurvature.NOTHING if 2 in sampled else asked)
+
+
+def test_a_step_of_plain_averaging_is_warned_of_too() -> None:
+    """Curvature 4 and lambda 0.5: steps of 100 are far from 2/4.5, and once it is said."""
+    own = FedClupOptions(lam=0.5, gamma_rule="average", patterns=("w",), personal_lr=100.0)
+    strategy = strategy_of(own)
+    new = one_round(strategy, {i: reply_of([0.1, 0.1], largest_curvature=4.0) for i in range(3)})
+    (note,) = strategy.report.notes
+    assert "local step eta = 100 is unstable: it is not below 2/(L + lambda) = 0.444444" in note
+    one_round(strategy, {i: reply_of([0.1, 0.1]) for i in range(3)}, new, 2)
+    assert not strategy.report.notes
 
 
 def test_a_gamma_that_reuse_of_models_cannot_bear_is_refused() -> None:
@@ -192,7 +206,7 @@ def test_lambda_is_chosen_from_the_fits_and_the_model_moves_to_their_mean() -> N
     own = dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3, upper=10.0))
     strategy = strategy_of(own, [20, 20, 20], fraction_train=0.34)
     assert strategy.sample(1) == [0, 1, 2]
-    assert plan_of(strategy, 0) == RoundPlan(1e-3, 0, fitting=True, curvature=True)
+    assert plan_of(strategy, 0) == RoundPlan(1e-3, 0, fitting=True, curvature=AskedCurvature.ROUGHLY)
     new = one_round(strategy, {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])})
     np.testing.assert_allclose(new["w"], MODEL["w"] - np.array([0.0, 1 / 3]), rtol=1e-14)
     R2 = 1.5 * 8 / 9 - 0.01
