@@ -40,6 +40,12 @@ from fedapps.zeroth_order.wire import pack_scalars
 if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
 
+PROBES_LOST = "probes-lost"
+"""Metric of a client: share of its scalars that are exactly 0."""
+
+ELEMENTS_MOVED = "elements-moved"
+"""Metric of a client: share of the half-precision elements that its first probes changed."""
+
 _OWN_DIRECTIONS = 4
 """What the draw of a FedZO client's own directions belongs to, beside seed and partition."""
 
@@ -110,7 +116,9 @@ def train_fedzo(work: ClientWork) -> RecordDict:
     steps = [LocalStep(first_step + k, g, work.lr) for k, g in enumerate(result.scalars)]
     moved = {name: tensor.detach().cpu().numpy() for name, tensor in prober.displaced(steps).items()}
     buffers = {name: value for name, value in work.arrays.items() if name not in moved}
-    return reply(moved, buffers, work, _mean(result.losses))
+    content = reply(moved, buffers, work, _mean(result.losses))
+    content[METRICS].update(_rounding(result))  # type: ignore[arg-type]  # it is a MetricRecord
+    return content
 
 
 def _measure(work: ClientWork, client: CaughtUp) -> ProbeResult:
@@ -141,11 +149,20 @@ def _pack(work: ClientWork, client: CaughtUp, result: ProbeResult) -> RecordDict
     if client.fingerprint is not None:
         scalars["fingerprint"] = bytes.fromhex(client.fingerprint)
     metrics = work.metrics(train_loss=_mean(result.losses))
+    metrics.update(_rounding(result))
     if client.rebuilt:
         metrics[REBUILT] = 1.0
     if client.lost:
         metrics[STORE_LOST] = 1.0
     return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: scalars, METRICS: metrics})
+
+
+def _rounding(result: ProbeResult) -> dict[str, float]:
+    """Say what became of the probes in half precision; nothing for float32, so that its replies stay as short."""
+    if result.moved is None:
+        return {}
+    count = sum(len(row) for row in result.scalars)
+    return {PROBES_LOST: len(result.lost) / count, ELEMENTS_MOVED: result.moved}
 
 
 def _answer(work: ClientWork, values: dict[str, Any]) -> RecordDict:

@@ -41,6 +41,13 @@ LOG = logging.getLogger("flwr")
 Loss: TypeAlias = Callable[[torch.nn.Module, Any], torch.Tensor]
 """`(model, batch) -> losses`: one a row in any floating format, or one float32 number."""
 
+LEAST_MOVED = 0.5
+"""Share of half-precision elements below which a warning says that probes hardly move them.
+
+Where less than half of the elements move, the median move is less than half of the spacing of numbers there, and what is
+measured is the slope along a direction that rounding has chosen as much as the draw.
+"""
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -62,14 +69,14 @@ class ProbeResult:
         scalars: `g`, float32 values, (tau, P); not finite where the loss was not.
         losses: Loss at `x` of each step (central: mean of all its passes), (tau,).
         lost: `(k, p)` of the scalars that are exactly 0: the probe was lost in rounding.
-        moved: Share of the half-precision elements used that the probes of the first step changed; 1 without such.
+        moved: Share of the half-precision elements used that the probes of the first step changed; None without such.
         unused: Names of trainable parameters that no pass read.
     """
 
     scalars: Scalars
     losses: tuple[float, ...]
     lost: tuple[tuple[int, int], ...]
-    moved: float
+    moved: float | None
     unused: tuple[str, ...]
 
 
@@ -182,7 +189,7 @@ class Prober:
         scalars = tuple(step.scalars for step in steps)
         lost = tuple((k, p) for k, row in enumerate(scalars) for p, g in enumerate(row) if g == 0)
         touched = sum(size for _, size in self._moved)
-        moved = sum(int(changed) for changed, _ in self._moved) / touched if touched else 1.0
+        moved = sum(int(changed) for changed, _ in self._moved) / touched if touched else None
         unused = tuple(name for name in self.parameters if name not in self._used)
         result = ProbeResult(scalars, tuple(losses), lost, moved, unused)
         self._report(result, mu)
@@ -238,24 +245,24 @@ class Prober:
         moved = cast("torch.Tensor", result)
         if probe is not None and not steps and parameter.dtype in _HALF:
             before = parameter if rows is None else parameter[torch.from_numpy(rows).to(parameter.device)]
-            changed = torch.count_nonzero(moved.view(torch.int16) != before.view(torch.int16))
+            changed = torch.count_nonzero(moved != before)  # by value: -0 in place of 0 is no move
             self._moved.append((changed, moved.numel()))
         return moved
 
     def _report(self, result: ProbeResult, mu: float) -> None:
         if result.unused:
             LOG.warning("trainable parameters that the loss never reads: %s", ", ".join(result.unused[:5]))
+        moved = 1.0 if result.moved is None else result.moved
         if result.lost:
-            formats = sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
-            LOG.warning(
-                "%d of %d probes were lost in rounding: the loss did not change at all (mu %g, %s, %.1f %% of the "
-                "elements moved); raise mu or keep the parameters in float32",
-                len(result.lost),
-                sum(len(row) for row in result.scalars),
-                mu,
-                "/".join(formats),
-                100 * result.moved,
-            )
+            lost, count = len(result.lost), sum(len(row) for row in result.scalars)
+            said = f"{lost} of {count} probes were lost in rounding: the loss did not change at all"
+        elif moved < LEAST_MOVED:
+            said = "most of a probe is lost in rounding"
+        else:
+            return
+        formats = "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()}))
+        share = "" if result.moved is None else f", {100 * moved:.1f} % of the elements moved"
+        LOG.warning("%s (mu %g, %s%s); raise mu or keep the parameters in float32", said, mu, formats, share)
 
 
 class _Scratch:

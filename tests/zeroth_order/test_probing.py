@@ -18,7 +18,7 @@ from torch import nn
 from fedapps.zeroth_order import probing
 from fedapps.zeroth_order.directions import direction
 from fedapps.zeroth_order.errors import ProbeError
-from fedapps.zeroth_order.probing import Difference, Prober
+from fedapps.zeroth_order.probing import LEAST_MOVED, Difference, Prober
 from fedapps.zeroth_order.scheme import LocalStep, Probe, Scheme
 
 
@@ -125,7 +125,7 @@ def test_local_steps_equal_the_plain_way_with_a_copied_model(
     slow = Slow(model, state["H"], 3)
     expected, x = slow.run(batches, 7, num_probes, 1e-2, 0.05, difference)
     assert result.scalars == expected
-    assert (result.lost, result.unused, result.moved) == ((), (), 1.0)
+    assert (result.lost, result.unused, result.moved) == ((), (), None)
     there = prober.displaced([LocalStep(7 + k, row, 0.05) for k, row in enumerate(expected)])
     for name, values in x.items():
         np.testing.assert_array_equal(there[name].numpy(), values)
@@ -238,24 +238,43 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logger.propagate = propagate
 
 
-@pytest.mark.parametrize(("mu", "lost"), [(1e-4, True), (0.05, False)])
-def test_a_probe_lost_in_rounding_is_reported(mu: float, lost: bool, flower_log: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("mu", "lost", "said"),
+    [
+        (1e-4, 2, "2 of 2 probes were lost in rounding: the loss did not change at all (mu 0.0001, bfloat16, 0.0 % of"),
+        (2e-3, 0, "most of a probe is lost in rounding (mu 0.002, bfloat16, "),
+        (0.05, 0, None),
+    ],
+    ids=["all", "most", "little"],
+)
+def test_a_probe_lost_in_rounding_is_reported(
+    mu: float, lost: int, said: str | None, flower_log: pytest.LogCaptureFixture
+) -> None:
     """Weights of 1 in bfloat16 have a spacing of 2^-7 above and 2^-8 below: 1e-4 times 4.3 is less than half of it."""
     layer = nn.Linear(16, 16, bias=False).to(torch.bfloat16)
     nn.init.ones_(layer.weight)
     prober = Prober(layer, Scheme(1, "decomfl"))
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     result = prober.probe(lambda m, b: m(b).float().pow(2).mean(1), [x], first_step=0, num_probes=2, mu=mu, lr=0.1)
+    z = np.stack([direction(1, 0, p, 0, 256) for p in range(2)]).astype(np.float64)
+    moves = np.where(z > 0, mu * z > 2.0**-8, -mu * z > 2.0**-9)  # half the spacing above and below 1
+    assert result.moved == moves.mean()
+    assert result.lost == ((0, 0), (0, 1))[:lost]
     reported = [r.getMessage() for r in flower_log.records if "lost in rounding" in r.getMessage()]
-    if lost:
-        assert result.lost == ((0, 0), (0, 1))
-        assert result.scalars == ((0.0, 0.0),)
-        assert result.moved == 0.0
-        assert "2 of 2 probes" in reported[0]
-        assert "bfloat16, 0.0 % of the elements moved" in reported[0]
-    else:
-        assert (result.lost, reported) == ((), [])
-        assert 0.5 < result.moved < 1
+    assert len(reported) == (said is not None)
+    if said is not None:
+        assert reported[0].startswith(said)
+        assert f"{100 * moves.mean():.1f} % of the elements moved); raise mu" in reported[0]
+    assert (result.moved < LEAST_MOVED) == (said is not None)
+
+
+def test_a_zero_that_only_changes_its_sign_has_not_moved() -> None:
+    """0 - 1e-20 is -0 in float16."""
+    layer = nn.Linear(16, 16, bias=False).to(torch.float16)
+    nn.init.zeros_(layer.weight)
+    prober, x = Prober(layer, Scheme(1, "decomfl")), torch.ones(1, 16, dtype=torch.float16)
+    result = prober.probe(lambda m, b: m(b).float().mean(1), [x], first_step=0, num_probes=1, mu=1e-20, lr=0.1)
+    assert result.moved == 0
 
 
 def test_losses_are_reduced_in_float32() -> None:

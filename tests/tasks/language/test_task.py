@@ -351,6 +351,25 @@ def test_a_scalar_only_run_is_replayed_bit_for_bit(short: Callable[..., runs.Lef
     assert left.rows("train")[-1]["rebuilt"] == 0
 
 
+@pytest.mark.parametrize(("method", "dtype"), [("hiso", "bfloat16"), ("hiso", "float16"), ("fedzo", "float16")])
+def test_the_row_of_a_round_says_what_half_precision_does_to_probes(
+    short: Callable[..., runs.Left], method: str, dtype: str
+) -> None:
+    """A large radius moves nearly all elements; the smallest moves none, and loses every probe."""
+    for mu, lost, least, most in ((1e-2, 0, 0.5, 1), (1e-20, 1, 0, 0)):
+        left = short(f"mu {mu}", method, "llama", options=f'dtype = "{dtype}"', **{f"{method}.mu": mu})
+        for row in left.rows("train"):
+            assert row["probes-lost"] == lost
+            assert least <= row["elements-moved"] <= most
+
+
+@pytest.mark.parametrize("options", ["", 'dtype = "bfloat16"\nlora-rank = 2'], ids=["float32", "float32 adapters"])
+def test_float32_parameters_have_no_word_about_half_precision(short: Callable[..., runs.Left], options: str) -> None:
+    for row in short("run", "hiso", options=options).rows("train"):
+        assert "train-loss" in row
+        assert not {"probes-lost", "elements-moved"} & row.keys()
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedzo"])
 def test_patterns_of_bfloat16_are_not_averaged(short: Callable[..., runs.Left], method: str) -> None:
     with pytest.raises(TaskError, match=r"FedAvg, model tensor .*got bfloat16.*scalar-only method"):
