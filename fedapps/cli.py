@@ -381,10 +381,12 @@ def advise(
     }  # fmt: skip
     console = Console()
     with _told(console):
-        advice = advise_fedclup(_gather(options, config, set_, None), clients)
+        values = _gather(options, config, set_, None)
+        advice = advise_fedclup(values, clients)
     for line in advice.lines():
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"\nfedapps run --method fedclup --set fedclup.lambda={advice.report.lam:.4g} ...", highlight=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if advice.report.decided:
+        console.print(f"\n{advice.command(values)}", highlight=False, markup=False, soft_wrap=True)
 
 
 @cli.command()

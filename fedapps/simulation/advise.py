@@ -6,8 +6,9 @@ The fits run here, one client after another, without Flower. Nothing is kept.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,24 @@ from fedapps.methods import resolve_settings
 from fedapps.personal_settings import pulled_step
 from fedapps.personalization import theory
 from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Reason, Rule, choose_lambda
-from fedapps.personalization.fedclup import default_gamma
+from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
 from fedapps.personalization.proximal import curvature_range
 from fedapps.records import Arrays
-from fedapps.settings import Settings
-from fedapps.strategies.fedclup import MOST_FIT_ROUNDS
+from fedapps.results.settings_file import to_toml
+from fedapps.settings import Settings, default_config
+from fedapps.strategies.fedclup import MOST_FIT_ROUNDS, FedClupOptions
+from fedapps.strategies.options import sample_partitions
 from fedapps.tasks.base import Task
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
 from fedapps.tasks.from_settings import load_task_of
 
 EPS = 1e-6
 """Final over initial distance to the solution that the number of rounds is for."""
+
+NOT_IN_COMMAND = {"method", "task", "run-dir", "resume", "fedclup.lambda", "fedclup.adaptive"}
+"""Settings that the recommended command says otherwise, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,11 @@ class Advice:
 
     Attributes:
         report: The choice of ``lambda`` and its grounds.
-        L: Greatest curvature over the clients.
+        L: Greatest curvature over the clients; where neither ``gamma`` nor ``K`` needs it, estimated from below.
         mu: Least curvature over the clients, at their fits; None for a torch model, whose loss need not be convex.
         num_clients: ``N``.
         num_sampled: ``|S|``.
+        options: What a run with this ``lambda`` makes of the settings.
     """
 
     report: LambdaReport
@@ -51,11 +58,18 @@ class Advice:
     mu: float | None
     num_clients: int
     num_sampled: int
+    options: FedClupOptions
 
     @property
     def gamma(self) -> float:
-        """The server step, ``(|S|/N)(1/lambda + 1/L)``."""
-        return default_gamma(self.report.lam, self.L or math.inf, self.num_sampled, self.num_clients)
+        """The server step, as a run with these settings takes it."""
+        return self.options.gamma_of(self.report.lam, self.L, self.num_sampled, self.num_clients)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a run says of this ``gamma``; nothing if it is stable, or ``L`` is not known."""
+        config = FedClupConfig(self.report.lam, self.gamma, self.options.stale)
+        return gamma_warnings(config, self.L, self.num_sampled, self.num_clients) if self.L else []
 
     @property
     def num_local_steps(self) -> int | None:
@@ -64,8 +78,9 @@ class Advice:
 
     @property
     def num_rounds(self) -> float | None:
-        """A bound of the rounds to `EPS`; None where ``mu`` is not known or 0."""
-        if self.mu is None or self.mu <= 0:
+        """A bound of the rounds to `EPS`; None where ``mu`` is not known or 0, and for steps and sums that have none."""
+        exact = self.options.stale is Stale.REUSE or self.num_sampled == self.num_clients
+        if self.mu is None or self.mu <= 0 or self.warnings or not exact:
             return None
         return theory.num_rounds_bound(EPS, self.report.lam, self.mu, self.L, self.gamma)
 
@@ -79,10 +94,38 @@ class Advice:
         return [
             self._finding(),
             r.describe(),
-            f"gamma = {self.gamma:.4g}: (|S|/N)(1/lambda + 1/L) for {self.num_sampled} of {self.num_clients} clients a round,"
-            f" with L = {self.L:.4g}",
+            f"gamma = {self.gamma:.4g}: {self._gamma_rule()}, for {self.num_sampled} of {self.num_clients} clients a round",
+            *self.warnings,
             self._work(),
         ]
+
+    def command(self, run_config: Mapping[str, Any]) -> str:
+        """Give the command of a run with this advice, to be pasted into a shell.
+
+        Args:
+            run_config: What `advise` was given.
+
+        Returns:
+            The command.
+        """
+        advised = {"fedclup.lambda": float(f"{self.report.lam:.4g}")}
+        if self.num_local_steps is not None:
+            advised["local-steps"] = self.num_local_steps
+        given = {key: value for key, value in run_config.items() if key not in NOT_IN_COMMAND}
+        task = str(run_config.get("task", default_config({})["task"]))
+        words = ["fedapps", "run", "--method", "fedclup", "--task", task, "--clients", str(self.num_clients)]
+        for key, value in {**given, **advised}.items():
+            words += ["--set", to_toml({key: value}).strip().replace(" = ", "=", 1)]
+        return shlex.join(words)
+
+    def _gamma_rule(self) -> str:
+        options = self.options
+        if options.gamma:
+            return "as it is set"
+        if not options.gamma_needs_curvature:
+            return f"1/lambda, by {'stale = reuse-models' if options.stale is Stale.REUSE_MODELS else 'gamma-rule = average'}"
+        share = "" if options.stale is Stale.REPLIES else "(|S|/N)"
+        return f"{share}(1/lambda + 1/L) with L = {self.L:.4g}"
 
     def _finding(self) -> str:
         r = self.report
@@ -90,7 +133,10 @@ class Advice:
             return "There is one client, which has nobody to share with."
         local = theory.local_error(r.s2, r.dimension, r.harmonic_examples)
         n = f"{r.harmonic_examples:.4g}"
-        distance = f"R^2 = {r.R2:.4g}, against {local:.4g} that a client's own {n} examples leave uncertain"
+        distance = (
+            f"R = {math.sqrt(max(r.R2, 0.0)):.4g}, the root mean square distance of the clients' own best models from their"
+            f" mean, against {math.sqrt(local):.4g} that a client's own {n} examples leave uncertain"
+        )
         if r.reason is Reason.ALIKE:
             return f"The clients cannot be told apart ({distance}): one model for all serves them best."
         if not r.decided:
@@ -111,9 +157,7 @@ class Advice:
                 "The loss of a network need not be convex: no number of local steps or rounds is predicted, and L is that of"
                 " the initial model."
             )
-        bound = (
-            "no bound, since the least curvature is 0" if self.num_rounds is None else f"at most {self.num_rounds:.0f}"
-        )
+        bound = "no bound is known" if self.num_rounds is None else f"at most {self.num_rounds:.0f}"
         return (
             f"K = {self.num_local_steps} local steps: (L + lambda)/(mu + lambda) with mu = {self.mu:.4g}; rounds to a"
             f" {EPS:g}th of the distance: {bound}"
@@ -131,7 +175,7 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
         The advice.
 
     Raises:
-        FedAppsError: A setting or the data is wrong.
+        FedAppsError: A setting or the data is wrong, or a run with the recommended ``lambda`` would refuse ``gamma``.
     """
     settings = resolve_settings({**run_config, "method": "fedclup"})
     own = settings.own
@@ -139,18 +183,23 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
     task = load_task_of(settings)
     with pinned(settings.compute_threads):
         model = task.initial_arrays(settings.seed)
+        initial = model
         for number in range(1, MOST_FIT_ROUNDS + 1):
             fits = {i: _fit(settings, task, model, i, num_clients, number, choice.lower) for i in range(num_clients)}
             report, model = _choose(fits, model, choice)
             if report.decided:
                 break
-    mus = [fit.mu for fit in fits.values() if fit.mu is not None]
+        mus = [fit.mu for fit in fits.values() if fit.mu is not None]
+        options = FedClupOptions.from_settings(replace(settings, own=replace(own, lambda_=report.lam)))
+        exact = bool(mus) or options.gamma_needs_curvature
+        L = max(fit.curvature(initial, exact=exact) for fit in fits.values())
     return Advice(
         report=report,
-        L=max(fit.L for fit in fits.values()),
+        L=L,
         mu=min(mus) if mus else None,
         num_clients=num_clients,
-        num_sampled=max(1, round(settings.fraction_train * num_clients)),
+        num_sampled=len(sample_partitions(settings.seed, 1, num_clients, settings.fraction_train)),
+        options=options,
     )
 
 
@@ -159,9 +208,12 @@ class _ClientFit:
     names: tuple[str, ...]
     trained: Trained
     fit: LocalFit
-    L: float
+    problem: LocalProblem
     mu: float | None
     weight: float
+
+    def curvature(self, model: Arrays, *, exact: bool) -> float:
+        return (self.problem.largest_curvature if exact else self.problem.rough_curvature)(model, self.names)
 
 
 def _fit(
@@ -180,7 +232,7 @@ def _fit(
     if isinstance(task, ConvexTask):
         mu = curvature_range(task.objective(work.data.train), trained.arrays[WEIGHTS])[0]
     weight = float(work.num_examples) if settings.weighting == "examples" else 1.0
-    return _ClientFit(names, trained, fit, problem.largest_curvature(model, names), mu, weight)
+    return _ClientFit(names, trained, fit, problem, mu, weight)
 
 
 def _choose(fits: Mapping[int, _ClientFit], model: Arrays, choice: ChoiceConfig) -> tuple[LambdaReport, Arrays]:
