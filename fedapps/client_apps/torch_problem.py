@@ -101,8 +101,7 @@ class TorchProblem:
                 for name, p in parameters.items():
                     local[name] = local_step(local[name], p.detach(), config.eta, config.lam)
 
-        batches = (batch for batch in self._work.batches() for _ in range(config.num_inner_steps))
-        loss = losses_of(self._work, self._task, model, inner_step, batches)
+        loss = losses_of(self._work, self._task, model, inner_step, steps_a_batch=config.num_inner_steps)
         personal = Trained(*read_model(model), loss)
         return Trained({name: t.cpu().numpy() for name, t in local.items()}, personal.buffers, loss), personal
 

@@ -41,6 +41,7 @@ def losses_of(
     model: nn.Module,
     step: Callable[[], object],
     batches: Iterable[np.ndarray] | None = None,
+    steps_a_batch: int = 1,
 ) -> float:
     """Run the batches of a round: forward, backward, step.
 
@@ -50,19 +51,25 @@ def losses_of(
         model: The model; gradients are cleared before each backward pass.
         step: Takes one step from the gradients that are in the model.
         batches: Indices of the batches; None for those of the round.
+        steps_a_batch: Steps on each batch, which is drawn and augmented once for all of them.
 
     Returns:
-        Mean loss over the examples of the round, each batch at the parameters before its step.
+        Mean loss over the examples of the round, each batch at the parameters before each of its steps.
 
     Raises:
         TaskError: The loss is not finite.
     """
     total, seen = 0.0, 0
     random = work.augmentation()
-    for k, indices in enumerate(work.batches() if batches is None else batches):
-        inputs, targets = task.tensors(task.augment(work.data.train.take(indices), random), work.device)
+    drawn = (
+        task.augment(work.data.train.take(indices), random)
+        for indices in (work.batches() if batches is None else batches)
+    )
+    for k, batch in enumerate(batch for batch in drawn for _ in range(steps_a_batch)):
+        # Copied for every step: a module may write into its inputs.
+        inputs, targets = task.tensors(batch, work.device)
         model.zero_grad(set_to_none=True)
-        with batch_norm_fits(model, len(indices)):
+        with batch_norm_fits(model, len(batch)):
             loss = task.loss(model, inputs, targets)
         if not torch.isfinite(loss):
             raise TaskError(
@@ -75,8 +82,8 @@ def losses_of(
             )
         loss.backward()  # type: ignore[no-untyped-call]
         step()
-        total += float(loss.detach()) * len(indices)
-        seen += len(indices)
+        total += float(loss.detach()) * len(batch)
+        seen += len(batch)
     return total / seen
 
 

@@ -138,6 +138,33 @@ def test_pfedme_moves_the_copy_after_each_batch(cls: type[Task]) -> None:
     assert local.arrays["weights"] == pytest.approx([1.685], rel=1e-12)
 
 
+class ShiftedLines(Lines):
+    """Lines whose augmentation adds a number of its own to the targets of every batch that it is given."""
+
+    def augment(self, batch: Data, random: np.random.Generator) -> Data:
+        return Data(batch.inputs, batch.targets + random.normal())
+
+
+def test_pfedmes_inner_steps_see_one_augmentation_of_their_batch() -> None:
+    """Two batches of 12 with three inner steps each: worked out here with the first two numbers of the client's stream."""
+    task, lam, step, eta, K = ShiftedLines(TaskConfig()), 0.5, 0.1, 0.4, 3
+    arrays = {"0.weight": np.zeros((1, 3))}
+    work = work_of(task, arrays, local_steps=2)
+    random = work.augmentation()
+    local, theta, losses = np.zeros(3), np.full(3, 0.2), []
+    for _ in range(2):
+        y = Y + random.normal()
+        for _ in range(K):
+            losses.append(0.5 * np.mean((X @ theta - y) ** 2))
+            theta = theta - step * (X.T @ (X @ theta - y) / 12 + lam * (theta - local))
+        local = local - eta * lam * (local - theta)
+    config = PFedMeConfig(lam=lam, eta=eta, personal_lr=step, num_inner_steps=K)
+    copy, personal = local_problem(work, arrays).move_with_copy(arrays, {"0.weight": np.full((1, 3), 0.2)}, config)
+    np.testing.assert_allclose(personal.arrays["0.weight"][0], theta, rtol=1e-12)
+    np.testing.assert_allclose(copy.arrays["0.weight"][0], local, rtol=1e-12)
+    assert personal.loss == pytest.approx(np.mean(losses), rel=1e-12)
+
+
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
 def test_the_greatest_curvature_is_that_of_the_loss_without_the_pull(cls: type[Task]) -> None:
     problem, arrays = point(cls, 1.0)
