@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fedapps.results import replay as replaying
 from fedapps.results import replay_language as language
+from fedapps.tasks import TASKS
 from fedapps.zeroth_order import journal as journals
 from fedapps.zeroth_order.journal import Journal
 
@@ -19,11 +20,18 @@ Told: TypeAlias = Callable[[Console], AbstractContextManager[None]]
 """Prints the project's own errors as one message."""
 
 JournalArgument = Annotated[Path, typer.Argument(help="journal.jsonl of a run.", metavar="JOURNAL")]
-BaseOption = Annotated[
+_BASE = "Model before round 1: a .safetensors file, or for language models a hub id, a folder or a .gguf file.  "
+ReplayBaseOption = Annotated[
     str,
     typer.Option(
-        help="Model before round 1: a .safetensors file, or for language models a hub id, a folder or a .gguf file.  "
-        "[default: initial.safetensors beside the journal, else the language model that it names]"
+        help=f"{_BASE}[default: the language model that the journal names if it is here, else initial.safetensors beside "
+        "the journal]"
+    ),
+]
+VerifyBaseOption = Annotated[
+    str,
+    typer.Option(
+        help=f"{_BASE}[default: initial.safetensors beside the journal, else the language model that it names]"
     ),
 ]
 
@@ -42,13 +50,18 @@ def add_journal_commands(cli: typer.Typer, told: Told) -> None:
     def replay(
         journal: JournalArgument,
         out: Annotated[Path, typer.Option(help="Folder for the model.")],
-        base: BaseOption = "",
+        base: ReplayBaseOption = "",
         round_: Annotated[int | None, typer.Option("--round", min=0, help="The round; default: the last.")] = None,
     ) -> None:
-        """Rebuild the model of any round from the base model and the journal of a scalar-only run."""
+        """Rebuild the model of any round from the base model and the journal of a scalar-only run.
+
+        With a language model as the base the result is a folder for transformers, or peft; else it is model.safetensors.
+        """
         console = Console()
         with told(console):
             found = _base_of(journal, base)
+            if not base and isinstance(found, Path):
+                found = _language_model_of(journal, console) or found
             replayed: replaying.Replayed | language.ReplayedModel
             if isinstance(found, Path):
                 replayed = replaying.replay(journal, found, round_)
@@ -69,7 +82,7 @@ def add_journal_commands(cli: typer.Typer, told: Told) -> None:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @group.command()
-    def verify(journal: JournalArgument, base: BaseOption = "") -> None:
+    def verify(journal: JournalArgument, base: VerifyBaseOption = "") -> None:
         """Replay a journal, and compare base model and every fingerprint in it."""
         console = Console()
         with told(console):
@@ -90,3 +103,18 @@ def _base_of(journal: Path, base: str) -> Path | str:
         return base
     named = Journal.read(journal).header.base
     return language.source_of(named) if named.revision is not None and not initial.exists() else initial
+
+
+def _language_model_of(journal: Path, console: Console) -> str | None:
+    """Give the language model that a journal names; say what its absence means."""
+    named = Journal.read(journal).header.base
+    if named.id in {row.name for row in TASKS} or (":" in named.id and "/" not in named.id):
+        return None  # A task's own small model, which no other library loads.
+    source = language.source_at_hand(named)
+    if source is None:
+        console.print(
+            f"note         '{named.id}', which the journal names as its base, cannot be loaded here: the result is a bare "
+            "file of tensors; for a folder that transformers or peft loads give its source with --base",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
+    return source

@@ -67,6 +67,23 @@ def source_of(base: BaseModel) -> str:
     return f"{base.id}@{base.revision}" if is_of_hub else base.id
 
 
+def source_at_hand(base: BaseModel) -> str | None:
+    """Say how to load the base model that a journal names, if that takes no network.
+
+    Args:
+        base: Of the header.
+
+    Returns:
+        A model source; None if the model is not here, or the packages for language models are not.
+    """
+    try:
+        from fedapps.tasks.language.models import at_hand
+    except ImportError:  # no torch
+        return None
+    source = source_of(base)
+    return source if at_hand(source) else None
+
+
 def replay_model(journal: Path, source: str, last: int | None = None) -> ReplayedModel:
     """Rebuild the language model of a round.
 
@@ -164,7 +181,7 @@ def _alpha(journal: Path) -> float:
 
     path = journal.parent / "settings.toml"
     if not path.is_file():
-        do = "copy the settings.toml of the run there"
+        do = "copy the settings.toml of the run there, or give --base initial.safetensors for the bare tensors"
         raise JournalError(
             explain(str(path), expected="the settings with the scale of the adapters", got="none", do=do)
         )

@@ -109,9 +109,17 @@ def test_the_commands(run: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         load_arrays(tmp_path / "out" / "model.safetensors")["w"].ravel(), reference(Journal.read(run).records[:2])[:12]
     )
+    assert "note         'toy', which the journal names as its base, cannot be loaded here" in output
     assert "confirmed: the base model and the fingerprints of rounds 2" in call("journal", "verify", str(run))
     shown = call("journal", "show", str(run))
     assert "round 4: steps 8-9, P 2" in shown
     failed = call("replay", str(run), "--out", str(tmp_path / "none"), "--round", "9", code=1)
     assert "JournalError" in failed
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("base", ["digits-mlp", "my_pkg.my_mod:MyTask"])
+def test_the_own_model_of_a_task_is_a_bare_file_without_a_word(run: Path, tmp_path: Path, base: str) -> None:
+    run.write_text(run.read_text().replace('"id": "toy"', f'"id": "{base}"'))
+    assert call("replay", str(run), "--out", str(tmp_path / "out")).startswith("round")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

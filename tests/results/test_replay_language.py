@@ -107,6 +107,43 @@ def test_adapters_replay_to_a_folder_of_peft_with_the_same_bits(tmp_path: Path, 
     assert not torch.equal(logits(loaded), logits(transformers.AutoModelForCausalLM.from_pretrained(base)))
 
 
+def test_without_a_base_the_model_that_the_journal_names_is_taken(tmp_path: Path, tiny: ModuleType) -> None:
+    """The same files as with its source as the base, whether all parameters were trained or adapters only."""
+    base = tiny.tiny_folder(tmp_path / "base")
+    for name, options in (("whole", ""), ("adapters", "lora-rank = 2")):
+        left = run(tmp_path / name, base, options)
+        journal = str(left.folder.journal_path)
+        assert left.folder.initial_path.exists()
+        call("replay", journal, "--base", str(base), "--out", str(tmp_path / f"{name} given"))
+        output = call("replay", journal, "--out", str(tmp_path / f"{name} found"))
+        assert "note" not in output
+        given, found = (
+            {path.name: path.read_bytes() for path in (tmp_path / f"{name} {how}").iterdir()}
+            for how in ("given", "found")
+        )
+        assert given == found
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            base if name == "adapters" else tmp_path / "whole found"
+        )
+        if name == "adapters":
+            loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapters found")
+        task = load_task_of(resolve_settings(left.folder.read_settings()))
+        assert isinstance(task, TorchTask)
+        assert torch.equal(logits(loaded), logits(task.module(left.model).eval()))
+
+
+def test_without_the_model_that_the_journal_names_the_result_is_a_bare_file_and_says_so(
+    tmp_path: Path, tiny: ModuleType
+) -> None:
+    base = tiny.tiny_folder(tmp_path / "base")
+    left = run(tmp_path / "run", base, "lora-rank = 2")
+    base.rename(tmp_path / "moved")
+    output = call("replay", str(left.folder.journal_path), "--out", str(tmp_path / "out"))
+    assert f"note         '{base}', which the journal names as its base, cannot be loaded here" in output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == left.folder.model_path.read_bytes()
+
+
 def test_a_published_model_is_not_kept_and_is_found_by_the_journal(tmp_path: Path, tiny: ModuleType) -> None:
     pytest.importorskip("gguf")
     source = tiny.tiny_gguf(tmp_path / "tiny.gguf")

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -165,6 +166,36 @@ def identify(source: str) -> FirstModel:
         return FirstModel(source)
     cached = _cached(found)  # Its name is the commit.
     return FirstModel(found.place, cached.name if cached else found.revision, published=True)
+
+
+def at_hand(source: str) -> bool:
+    """Tell whether a model and its tokenizer can be loaded without the network.
+
+    Args:
+        source: See the module.
+
+    Returns:
+        Whether a local source is there, or all of a model of the hub is in the local cache; False without the packages.
+    """
+    try:
+        found = _checked(source)
+        cached = None if found.local else _cached(found)
+    except (TaskError, ValueError):  # The hub's client refuses what can be no id.
+        return False
+    return found.local or (cached is not None and _is_whole(cached))
+
+
+def _is_whole(folder: Path) -> bool:
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return False
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{weights}.index.json"
+        if (folder / weights).exists():
+            return True
+        if index.exists():
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return all((folder / shard).exists() for shard in shards)
+    return False
 
 
 def _cached(found: Source) -> Path | None:

@@ -26,7 +26,15 @@ from typer.testing import CliRunner
 from fedapps.cli import cli
 from fedapps.errors import TaskError
 from fedapps.tasks.base import FirstModel
-from fedapps.tasks.language.models import Source, find_source, identify, load_causal_lm, load_tokenizer, save_plain
+from fedapps.tasks.language.models import (
+    Source,
+    at_hand,
+    find_source,
+    identify,
+    load_causal_lm,
+    load_tokenizer,
+    save_plain,
+)
 from fedapps.zeroth_order.perturbed import Perturbed
 
 transformers = pytest.importorskip("transformers")
@@ -316,6 +324,28 @@ def test_a_model_of_the_wrong_kind_in_the_cache_is_refused_without_a_look_at_the
     put_in_cache(cache, "tiny/model", folder)
     with pytest.raises(TaskError, match="expected a causal language model, got a model of type 'llama'"):
         load_causal_lm("tiny/model", torch.float32)
+    assert asked == []
+
+
+def test_a_model_is_at_hand_where_it_loads_without_the_network(
+    tmp_path: Path, tiny: ModuleType, cache: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDAPPS_MODELS", str(tmp_path / "models"))
+    folder = tiny.tiny_folder(tmp_path / "tiny")
+    put_in_cache(cache, "tiny/model", folder)
+    put_in_cache(cache, "tiny/no-tokenizer", folder, "[!t]*")
+    put_in_cache(cache, "tiny/no-weights", folder, "[!m]*")
+    shards = put_in_cache(cache, "tiny/shards", folder, "[!m]*")
+    (shards / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+    (shards / "1.safetensors").touch()
+    here = {str(folder), "tiny/model", "tiny/model@main", f"tiny/model@{COMMIT}"}
+    elsewhere = {
+        "/none", "smollm2", "no/model", "tiny/model@v2", "my.module:Task", "digits-mlp", "tiny/no-tokenizer",
+        "tiny/no-weights", "tiny/shards",
+    }  # fmt: skip
+    assert {source for source in here | elsewhere if at_hand(source)} == here
+    (shards / "2.safetensors").touch()
+    assert at_hand("tiny/shards")
     assert asked == []
 
 
