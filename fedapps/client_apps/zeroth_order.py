@@ -63,7 +63,7 @@ def train(work: ClientWork) -> RecordDict:
     try:
         with caught_up(work) as client:
             if work.records[JOURNAL].get(CONFIRM):
-                return _answer(work, {"fingerprint": bytes.fromhex(str(client.fingerprint))})
+                return _answer(work, {"fingerprint": bytes.fromhex(str(client.fingerprint))}, rebuilt=client.rebuilt)
             result = _measure(work, client)
             content = _pack(work, client, result)
             save_journal(work, client.journal)
@@ -165,10 +165,12 @@ def _rounding(result: ProbeResult) -> dict[str, float]:
     return {PROBES_LOST: len(result.lost) / count, ELEMENTS_MOVED: result.moved}
 
 
-def _answer(work: ClientWork, values: dict[str, Any]) -> RecordDict:
+def _answer(work: ClientWork, values: dict[str, Any], *, rebuilt: bool = False) -> RecordDict:
     """Answer without scalars."""
     record = ConfigRecord({SERVER_ROUND: work.server_round, **values})
     metrics = MetricRecord({NUM_EXAMPLES: work.num_examples})
+    if rebuilt:
+        metrics[REBUILT] = 1.0
     return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: record, METRICS: metrics})
 
 

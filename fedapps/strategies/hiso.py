@@ -21,7 +21,18 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedapps.errors import MessageError, explain
-from fedapps.records import ARRAYS, CONFIG, CONFIRM, JOURNAL, REBUILT, Arrays, Reply, pack_arrays, unpack_arrays
+from fedapps.records import (
+    ARRAYS,
+    CONFIG,
+    CONFIRM,
+    JOURNAL,
+    METRICS,
+    REBUILT,
+    Arrays,
+    Reply,
+    pack_arrays,
+    unpack_arrays,
+)
 from fedapps.settings import Settings
 from fedapps.strategies.kept_journal import KeptJournal
 from fedapps.strategies.options import RoundOptions
@@ -343,6 +354,8 @@ class HiSo(RoundMixin, Strategy):
             return
         if found is not None:
             self._votes[partition] = found
+            metrics = message.content.get(METRICS)
+            self.report.values["rebuilt"] += isinstance(metrics, MetricRecord) and metrics.get(REBUILT) == 1
             return
         reason = self._reason_of(message, partition) if message.has_error() else "a reply without a fingerprint"
         self.note(f"client {partition} did not confirm the round: {reason[-200:]}")

@@ -450,6 +450,25 @@ def test_a_replica_in_the_minority_is_rebuilt_at_its_next_message(
     assert journal_of(run) == journal_of(straight)
 
 
+def test_a_replica_built_again_while_it_confirms_is_counted(
+    tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = tiny(tmp_path / "straight", {"hiso.fingerprint-every": 1})
+    shutil.rmtree(tmp_path / "nodes")
+    ask = HiSo.confirmations
+
+    def ask_after_a_crash(self: HiSo) -> Any:
+        if self.report.server_round == 3:
+            mark = next((nodes(2) / "replicas").glob("*/state.json"))
+            mark.write_text(mark.read_text().replace('"applying": false', '"applying": true'))
+        return ask(self)
+
+    monkeypatch.setattr(HiSo, "confirmations", ask_after_a_crash)
+    run = tiny(tmp_path / "run", {"hiso.fingerprint-every": 1})
+    assert [row["rebuilt"] for row in run.rows("train")] == [0, 0, 1, 0, 0, 0]
+    assert journal_of(run) == journal_of(straight)
+
+
 def test_a_lone_client_is_not_asked_for_a_fingerprint(
     tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
