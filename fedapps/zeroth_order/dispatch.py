@@ -8,7 +8,7 @@ they lie.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import logging
 import os
 import sys
@@ -200,23 +200,29 @@ def _backend(device: str) -> ModuleType:
 
 
 def _load_backend(device: str) -> ModuleType:
-    if device == "cuda" and _found("triton"):
-        from fedapps.zeroth_order import backend_triton  # each path is imported when it is chosen
-
-        return backend_triton
-    if device == "cpu" and _found("numba") and sys.byteorder == "little":
-        from fedapps.zeroth_order import backend_numba
-
-        return backend_numba
+    try:
+        if device == "cuda":
+            return _imported("backend_triton")
+        if sys.byteorder != "little":
+            raise ImportError("for little-endian processors only")
+        return _imported("backend_numba")
+    except (ImportError, OSError) as error:  # Absent, or broken: of another NumPy, or without its shared library.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if device == "cuda":
-        LOG.warning("zeroth order: no triton, so CUDA tensors are updated on the CPU; install the CUDA build of torch")
+        LOG.warning(
+            "zeroth order: no triton (%s), so CUDA tensors are updated on the CPU; install the CUDA build of torch",
+            reason,
+        )
         return _backend("cpu")
-    LOG.warning("zeroth order: no numba, so directions take NumPy and many times longer; install fedapps[fast]")
+    LOG.warning(
+        "zeroth order: no numba (%s), so directions take NumPy and many times longer; install fedapps[fast]", reason
+    )
     return backend_reference
 
 
-def _found(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _imported(name: str) -> ModuleType:
+    """Import a path when it is chosen."""
+    return importlib.import_module(f"fedapps.zeroth_order.{name}")
 
 
 def _threads(threads: int | None) -> int:
@@ -243,7 +249,7 @@ def _prepare(theta: Tensor, state: Mapping[str, Tensor], offset: int) -> tuple[A
             raise DirectionError(
                 explain(f"state '{slot}'", expected=expected, got=got, do="start from the rule's init")
             )
-    if device == "cuda" and not _found("triton"):
+    if device == "cuda" and _backend(device).NAME != "triton":
         return to_numpy(flat), {slot: to_numpy(values) for slot, values in slots.items()}, "copied"
     if device == "cpu":
         format_of(flat)  # type: ignore[arg-type]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,8 @@ PROBE = Probe(9, 0, 0.25)
 
 @pytest.fixture
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dispatch, "_found", lambda module: False)
+    for name in ("backend_numba", "backend_triton"):
+        monkeypatch.setitem(sys.modules, f"fedapps.zeroth_order.{name}", None)  # Its import raises ImportError.
     dispatch._backend.cache_clear()
     yield
     dispatch._backend.cache_clear()
@@ -103,9 +107,60 @@ def test_without_numba_it_works_and_warns_once(without_numba: None, caplog: pyte
         point = perturb(theta, {}, Scheme(5, "decomfl"), probe=PROBE)
     np.testing.assert_array_equal(point, 1 + np.float32(0.25) * direction(5, 9, 0, 0, 20))
     assert kernel_name() == "numpy"
-    assert [r.message for r in caplog.records if "numba" in r.message].count(
-        "zeroth order: no numba, so directions take NumPy and many times longer; install fedapps[fast]"
-    ) == 1
+    [warning] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert re.fullmatch(
+        r"zeroth order: no numba \(import of .*\), so directions take NumPy and many times longer; install fedapps\[fast\]",
+        warning,
+    )
+
+
+BROKEN = """
+import logging, sys
+import numpy as np
+from fedapps.zeroth_order import dispatch
+from fedapps.zeroth_order.scheme import Probe, Scheme
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s", level="WARNING")
+for _ in range(3):
+    dispatch.perturb(np.ones(9, np.float32), {}, Scheme(1, "decomfl"), probe=Probe(0, 0, 1e-3))
+print(dispatch.kernel_name("cpu"), dispatch.kernel_name("cuda"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raise ImportError('Numba needs NumPy 1.0 or less')", "Numba needs NumPy 1.0 or less"),
+        ("raise OSError('no libllvmlite.so\\nin any place')", "no libllvmlite.so"),
+        ("", "cannot import name 'njit' from 'numba'"),
+    ],
+    ids=["version", "library", "empty"],
+)
+def test_packages_that_are_there_but_broken_are_as_good_as_absent(tmp_path: Path, fault: str, reason: str) -> None:
+    for package in ("numba", "triton"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(fault)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", BROKEN], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    for_cpu, for_cuda, names = ran.stdout.splitlines()
+    assert for_cpu.startswith(f"zeroth order: no numba ({reason}")
+    assert for_cpu.endswith("), so directions take NumPy and many times longer; install fedapps[fast]")
+    assert for_cuda.startswith("zeroth order: no triton (")
+    assert names == "numpy numpy"
+
+
+def test_without_triton_tensors_of_a_gpu_are_updated_on_the_cpu(
+    without_numba: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").propagate = True
+    monkeypatch.setattr(dispatch, "device_of", lambda tensor: "cuda")
+    theta, H = torch.linspace(-1, 1, 50), torch.ones(50)
+    after, slots = apply_round(theta.numpy().copy(), {"H": H.numpy().copy()}, RECORD, Scheme(5), offset=0)
+    apply_rounds(theta, {"H": H}, [RECORD], Scheme(5))
+    np.testing.assert_array_equal(theta.numpy(), after)
+    np.testing.assert_array_equal(H.numpy(), slots["H"])
+    assert len([r for r in caplog.records if "no triton" in r.message]) == 1
 
 
 def test_all_paths_have_the_same_checksum(without_numba: None, monkeypatch: pytest.MonkeyPatch) -> None:
