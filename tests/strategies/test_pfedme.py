@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from fedapps.errors import MessageError, RoundFailedError
 from fedapps.records import pack_arrays
 from fedapps.strategies import LocalNewton, LocalTrain, PFedMe, RoundOptions
-from fedapps.strategies.fedclup_plan import RoundPlan
+from fedapps.strategies.fedclup_plan import AskedCurvature, RoundPlan
 
 MODEL = {"w": np.array([1.0, -2.0], np.float32), "mean": np.array([5.0]), "counter": np.array(3)}
 
@@ -70,7 +70,7 @@ def test_localtrain_sends_nothing_and_refuses_models() -> None:
 
 
 def test_the_plan_of_a_round_survives_the_message() -> None:
-    plan = RoundPlan(0.25, 3, fitting=True, curvature=False)
+    plan = RoundPlan(0.25, 3, fitting=True, curvature=AskedCurvature.FOR_GAMMA)
     assert RoundPlan.from_entries({**plan.to_entries(), "lr": 0.1}) == plan
     with pytest.raises(MessageError, match=r"entry 'lambda': expected what FedCLUP's strategy sends"):
         RoundPlan.from_entries({"lr": 0.1})
