@@ -13,7 +13,8 @@ Everything that is compared is measured in turn within one process, repetition b
 repetition, and their median is the figure. Shares of the memory's bandwidth refer to a triad (``a = b + s c``) measured
 in the same repetitions.
 
-Usage: ``python benchmarks/zeroth_order_cost.py [--decomfl DIR] [--threads 2] [--repetitions 7] [--smoke] [--out DIR]``
+Usage: ``python benchmarks/zeroth_order_cost.py [--decomfl DIR] [--threads 2] [--repetitions 7] [--smoke] [--out DIR]``;
+with ``--catch-up`` statement 4 alone, into a file of its own.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ from fedapps.zeroth_order.scheme import Probe, Scheme
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"probe": 1.3, "round": 0.4, "memory": 1.0, "catch-up": 20.0}
 """At most, at most, at most, at least."""
+
+KINDS = ("Batch", "Paramwise")
+"""Variants of the published code; the second is the faster one."""
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
@@ -166,7 +170,7 @@ def published(config: dict[str, Any], folder: Path | None, method: str, *, clien
         f"published {kind}": Published(
             make_model(config), batch.input_ids, answers, LABEL_WORDS, method, kind, client=client
         )
-        for kind in ("Batch", "Paramwise")
+        for kind in KINDS
     }
 
 
@@ -229,11 +233,18 @@ def ratios(clock: Clock, rounds: int, others: list[str]) -> dict[str, Any]:
     for name in others:
         for what in ("client job", "steps only"):
             found[f"round / {name}, {what}"] = clock.ratio("round", f"{name}, {what}")
-        for method in ("hiso", "decomfl"):
-            found[f"{method}: {rounds} rounds of {name} / ours"] = clock.ratio(
-                f"{method}: one round of {name}", f"{method}: {rounds} rounds", rounds
-            )
-    return found
+    return found | catch_up_ratios(clock, rounds, others)
+
+
+def catch_up_ratios(clock: Clock, rounds: int, others: list[str]) -> dict[str, Any]:
+    """Give the ratios of statement 4."""
+    return {
+        f"{method}: {rounds} rounds of {name} / ours": clock.ratio(
+            f"{method}: one round of {name}", f"{method}: {rounds} rounds", rounds
+        )
+        for name in others
+        for method in ("hiso", "decomfl")
+    }
 
 
 def environment(threads: int, folder: Path | None) -> dict[str, Any]:
@@ -266,10 +277,15 @@ def cpu_features() -> list[str]:
     return sorted(flag for flag in flags.split() if flag.startswith(("avx", "sse", "fma", "asimd", "sve")))
 
 
-def show(record: dict[str, Any]) -> None:
-    """Print the tables."""
+def show_ratios(record: dict[str, Any]) -> None:
+    """Print medians and quartiles."""
     for name, values in record["ratios"].items():
         print(f"{name:58} {values['median']:7.2f}  ({values['quartiles'][0]:.2f} to {values['quartiles'][1]:.2f})")
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the tables."""
+    show_ratios(record)
     memory = record["memory"]
     print(f"{'peak memory / bound':58} {memory['ratio']:7.2f}  ({memory['peak-of-round'] / 1e6:.0f} MB of "
           f"{memory['bound'] / 1e6:.0f})")  # fmt: skip
@@ -289,6 +305,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--catch-up", action="store_true", help="statement 4 alone")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--child", choices=("forward", "round"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -304,6 +321,21 @@ def main() -> None:
 
         load(arguments.decomfl.resolve())
     repetitions, rounds = (2, 5) if arguments.smoke else (arguments.repetitions, 100)
+    model = "OPT-125M, random weights" if config is OPT_125M else "tiny OPT, random weights"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.catch_up:
+        clock = Clock(CLOCKS[arguments.clock])
+        measure_catch_up(config, rounds, repetitions, clock, arguments.decomfl)
+        names = [f"published {kind}" for kind in KINDS] if arguments.decomfl else []
+        record = {
+            "model": model, "clock": arguments.clock, "targets": {"catch-up": TARGETS["catch-up"]},
+            "ratios": catch_up_ratios(clock, rounds, names),
+            "seconds": {name: summary(seconds) for name, seconds in clock.seconds.items()},
+            "environment": environment(arguments.threads, arguments.decomfl),
+        }  # fmt: skip
+        show_ratios(record)
+        write(arguments.out / "zeroth_order_catch_up.json", record)
+        return
     memory = measure_memory(config, arguments.threads)
     clock = Clock(CLOCKS[arguments.clock])
     others = published(config, arguments.decomfl, "hiso", client=True)
@@ -312,15 +344,19 @@ def main() -> None:
     others.clear()
     measure_catch_up(config, rounds, max(1, repetitions // 2), clock, arguments.decomfl)
     record = {
-        "model": "OPT-125M, random weights" if config is OPT_125M else "tiny OPT, random weights",
+        "model": model,
         "batch": [8, 32], "clock": arguments.clock, "targets": TARGETS,
         "ratios": ratios(clock, rounds, names), "memory": memory, "client": client,
         "seconds": {name: summary(seconds) for name, seconds in clock.seconds.items()},
         "environment": environment(arguments.threads, arguments.decomfl),
     }  # fmt: skip
     show(record)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "zeroth_order_cost.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out / "zeroth_order_cost.json", record)
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write a record."""
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
