@@ -14,7 +14,8 @@ repetition, and their median is the figure. Shares of the memory's bandwidth ref
 in the same repetitions.
 
 Usage: ``python benchmarks/zeroth_order_cost.py [--decomfl DIR] [--threads 2] [--repetitions 7] [--smoke] [--out DIR]``;
-with ``--catch-up`` statement 4 alone, into a file of its own.
+with ``--catch-up`` statement 4 alone, into a file of its own. On as many threads as there are cores set
+``OMP_WAIT_POLICY=PASSIVE``: torch's idle threads otherwise spin where the kernels' threads are to work.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ def environment(threads: int, folder: Path | None) -> dict[str, Any]:
     return {
         **describe_environment(device="cpu", data_checksums={}), "threads": threads, "kernels": kernel_name(),
         "further-packages": versions, "machine": platform.machine(), "cpu-features": cpu_features(),
-        "load-average": os.getloadavg(), "published": commit,
+        "load-average": os.getloadavg(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"), "published": commit,
     }  # fmt: skip
 
 
