@@ -24,13 +24,13 @@ pytestmark = [
 ]
 
 
-def smoke(out: Path, *options: str) -> tuple[dict[str, Any], str]:
+def smoke(out: Path, *options: str, name: str = "zeroth_order_cost") -> tuple[dict[str, Any], str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     script = str(BENCHMARKS / "zeroth_order_cost.py")
     command = [sys.executable, script, "--smoke", "--threads", "1", "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    record: dict[str, Any] = json.loads((out / "zeroth_order_cost.json").read_text())
+    record: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
     return record, done.stdout
 
 
@@ -47,6 +47,13 @@ def test_cost_without_the_published_code(tmp_path: Path) -> None:
     assert client["split"]["updates"]["bytes"] == 16 * CONFIGURED
     assert (memory["parameters"], memory["largest-tensor"]) == (4 * CONFIGURED, 4 * 1200 * 32)
     assert memory["bound"] == memory["peak-of-forward"] + 4 * CONFIGURED + 4 * 1200 * 32
+
+
+def test_catching_up_alone_leaves_the_other_record_as_it_is(tmp_path: Path) -> None:
+    record, _ = smoke(tmp_path, "--catch-up", name="zeroth_order_catch_up")
+    assert set(record["seconds"]) == {"hiso: 5 rounds", "decomfl: 5 rounds"}
+    assert all(summary["median"] > 0 and summary["repetitions"] == 2 for summary in record["seconds"].values())
+    assert not (tmp_path / "zeroth_order_cost.json").exists()
 
 
 @pytest.mark.skipif(PUBLISHED is None, reason="DECOMFL_DIR names no checkout of github.com/ZidongLiu/DeComFL")
