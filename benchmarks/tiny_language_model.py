@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fedapps.tasks.language.prompts import PROMPTS
-from fedapps.tasks.language.readers import read_examples
+from fedapps.tasks.language.readers import Example, read_examples
 
 PROMPT = PROMPTS["sst2"]
 OPINIONS = (" bad", " good")
@@ -116,8 +116,31 @@ def _loss(model: LlamaForCausalLM, rows: list[list[int]]) -> torch.Tensor:
     return everywhere + cross_entropy(logits[:, -1], ids[:, -1])
 
 
+def share_right(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example], words: tuple[str, ...]
+) -> float:
+    """Ask for opinions in given words.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        examples: Sentences and their labels.
+        words: Answers in the order of the labels, one token each.
+
+    Returns:
+        Share of the sentences whose right answer has the larger logit.
+    """
+    answers = [tokenizer.encode(word)[0] for word in words]
+    right = 0
+    for example in examples:
+        ids = torch.tensor([tokenizer.encode(PROMPT.fill(example.fields), add_special_tokens=False)])
+        with torch.no_grad():
+            right += int(model(input_ids=ids).logits[0, -1, answers].argmax()) == example.label
+    return right / len(examples)
+
+
 def main() -> None:
-    """Make the model folder."""
+    """Make the model folder, and say how it answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the model folder")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("FEDAPPS_DATA"), help="default: $FEDAPPS_DATA")
@@ -131,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     random = np.random.default_rng(args.seed)
-    examples, _ = read_examples("sst2", PROMPT.fields, args.data_dir and Path(args.data_dir))
+    examples, test = read_examples("sst2", PROMPT.fields, args.data_dir and Path(args.data_dir))
     half = [examples[i] for i in random.permutation(len(examples))[: len(examples) // 2]]
     texts = [PROMPT.fill(example.fields) + OPINIONS[example.label] for example in half]
     tokenizer = make_tokenizer([*texts, *(PROMPT.ending + word for word in PROMPT.words)], args.vocabulary)
@@ -140,6 +163,10 @@ def main() -> None:
     train(model, rows, args.epochs, args.lr, args.batch, random)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    for words in (OPINIONS, PROMPT.words):
+        print(
+            f"{share_right(model, tokenizer, test, words):.3f} of {len(test)} test sentences right in{''.join(words)}"
+        )
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(rows)} texts, in {args.out}")
 
 

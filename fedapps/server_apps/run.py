@@ -13,7 +13,6 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from fedapps.compute import choose_device
-from fedapps.curvature.layout import Layout
 from fedapps.errors import CheckpointError, RoundFailedError, explain
 from fedapps.methods import Method, get_method
 from fedapps.records import Arrays, pack_arrays
@@ -28,8 +27,6 @@ from fedapps.server_apps.metered_grid import MeteredGrid
 from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import Settings, flatten, learning_rate
 from fedapps.strategies.exchange import exchange
-from fedapps.strategies.fedpm import FedPM
-from fedapps.strategies.roster import NodeFacts
 from fedapps.tasks.base import Task, measure
 from fedapps.tasks.from_settings import load_task_of
 
@@ -242,16 +239,13 @@ def _check_partitions(state: _Run) -> None:
 
 def _treatment(state: _Run) -> dict[str, list[str]]:
     """Sort the tensors of the model by what happens to them; nothing for methods without curvature, or if not known yet."""
-    if isinstance(state.strategy, FedPM):
-        source: Layout | NodeFacts | None = state.strategy.layout
-    else:
-        source = next(iter(state.strategy.roster.facts.values()), None)
-    if source is None or not state.method.layout:
+    preconditioned = state.strategy.preconditioned() if state.method.layout else None
+    if preconditioned is None:
         return {}
-    others = [name for name in state.arrays if name not in source.preconditioned]
+    others = [name for name in state.arrays if name not in preconditioned]
     averaged = [name for name in others if np.issubdtype(state.arrays[name].dtype, np.floating)]
     maximum = [name for name in others if name not in averaged]
-    return {"preconditioned": list(source.preconditioned), "averaged": averaged, "maximum": maximum}
+    return {"preconditioned": list(preconditioned), "averaged": averaged, "maximum": maximum}
 
 
 def _check_model(arrays: Arrays, server_round: int) -> None:

@@ -12,7 +12,7 @@ they are integers, the maximum.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -80,6 +80,14 @@ class FedPM(RoundMixin, Strategy):
         # One entry a tensor, since clients may differ in which tensors have a block.
         self._means: dict[str, TensorSums] = {}
         self._senders: dict[str, list[int]] = {}
+
+    def preconditioned(self) -> Collection[str] | None:
+        """Name the tensors that the clients precondition.
+
+        Returns:
+            The names, from the first reply that was folded; None before.
+        """
+        return None if self.layout is None else self.layout.preconditioned
 
     def begin(self, arrays: Arrays) -> None:
         """Start a round.

@@ -455,10 +455,14 @@ class HiSo(RoundMixin, Strategy):
 
     def _lacks_journal(self, reply: Message) -> bool:
         need = None if reply.has_error() else need_of(reply.content)
-        partition = self.roster.partition_of(reply.metadata.src_node_id)
-        if need is None or partition is None or partition not in self._asked:
+        if need is None:
             return False
-        self._out_again.append(self._sent_again(self._asked.pop(partition), partition, need))
+        partition = self.roster.partition_of(reply.metadata.src_node_id)
+        sent = self._asked.pop(partition, None)
+        if partition is None or sent is None:
+            self.note(f"client {partition} was not measured: it lacks the journal from round {need}")
+        else:
+            self._out_again.append(self._sent_again(sent, partition, need))
         return True
 
     # Resume ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ ids, and ``finish()``. `RoundMixin` provides Flower's hooks from them, so a stra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any, Self
@@ -214,6 +214,15 @@ class RoundMixin:
         """
 
     # A round, without Flower's messages ------------------------------------------------------
+
+    def preconditioned(self) -> Collection[str] | None:
+        """Name the tensors that the clients precondition.
+
+        Returns:
+            The names, as the first client told in the handshake; None if none has.
+        """
+        facts = next(iter(self.roster.facts.values()), None)
+        return None if facts is None else facts.preconditioned
 
     def check_model(self, arrays: Arrays) -> None:
         """Refuse a model that cannot be averaged: bfloat16 travels as patterns, which NumPy takes for whole numbers.

@@ -36,6 +36,7 @@ def test_the_model_tells_opinions_in_other_words_than_the_label_words(tmp_path: 
     command = [sys.executable, script, str(out), "--data-dir", str(tmp_path / "data"), "--vocabulary", "400"]
     done = subprocess.run([*command, "--width", "32", "--epochs", "30"], capture_output=True, text=True, check=True)
     assert "200 texts" in done.stdout
+    assert "1.000 of 400 test sentences right in bad good" in done.stdout
     model, tokenizer = load_causal_lm(str(out), torch.float32), load_tokenizer(str(out))
     prompt = PROMPTS["sst2"]
     assert len(label_ids(tokenizer, prompt)) == 2

@@ -320,6 +320,31 @@ def test_a_metric_that_is_no_count_ends_no_run() -> None:
     assert made.report.values["rebuilt"] == 0
 
 
+def test_a_client_that_lacks_the_journal_twice_is_not_measured_and_spoils_no_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = strategy()
+    play(made, 1, {0: GOOD, 1: GOOD})
+    made.roster.node_of, made.roster.num_partitions = {0: 70, 1: 71}, 2
+    made.options = replace(made.options, evaluate_clients=True)
+    asked = made.configure_evaluate(1, ArrayRecord({}), ConfigRecord({}), None)  # type: ignore[arg-type]
+
+    def answered(message: Message, content: RecordDict, number: int) -> Message:
+        message.metadata.__dict__["_message_id"] = str(number)
+        return Message(content, reply_to=message)
+
+    lacks = {"scalars": ConfigRecord({"need-from": 0}), "metrics": MetricRecord({"num-examples": 9})}
+    good = RecordDict({"metrics": MetricRecord({"num-examples": 4, "test-loss": 0.5})})
+    first = [answered(asked[0], RecordDict(lacks), 0), answered(asked[1], good, 1)]
+    assert made.evaluation_results(first) == ({1: {"test-loss": 0.5}}, {1: 4})
+    [again] = made.take_resends()
+    assert (again.metadata.message_type, again.metadata.dst_node_id) == ("evaluate", 70)
+    assert unpack_slice(again.content["journal"], "server").after == 0  # type: ignore[arg-type]
+    assert made.evaluation_results([answered(again, RecordDict(lacks), 2)]) == ({}, {})
+    assert made.take_resends() == []
+    assert "client 0 was not measured: it lacks the journal from round 0" in made.report.notes
+
+
 def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_only() -> None:
     made = strategy()
     made.roster.node_of = {0: 70, 1: 71}
