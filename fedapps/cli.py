@@ -20,7 +20,7 @@ from rich.table import Table
 import fedapps
 from fedapps.cli_journal import add_journal_commands
 from fedapps.cli_models import add_models_commands
-from fedapps.errors import FedAppsError, SettingsError, explain
+from fedapps.errors import FedAppsError, SettingsError
 from fedapps.methods import METHODS
 from fedapps.results.personal import client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains, plot_run
@@ -164,14 +164,14 @@ def _read_preset(path: Path) -> dict[str, Any]:
         return dict(from_toml(path.read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(
-            explain(f"--config {path}", expected="a TOML file with settings", got=str(error), do="check the path")
+            f"--config {path}", expected="a TOML file with settings", got=str(error), do="check the path"
         ) from error
 
 
 def _parse_assignment(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise SettingsError(explain(f"--set {text!r}", expected="KEY=VALUE", got=repr(text), do="for example lr=0.1"))
+        raise SettingsError(f"--set {text!r}", expected="KEY=VALUE", got=repr(text), do="for example lr=0.1")
     return {key.strip(): _parse_value(value)}
 
 
@@ -346,7 +346,7 @@ def _grid(lr_grid: str, further: list[str]) -> dict[str, list[Any]]:
         key, equals, values = text.partition("=")
         if not equals or key in grid:
             expected = "KEY=V1,V2,... with each key once"
-            raise SettingsError(explain(f"--grid {text!r}", expected=expected, got=repr(text), do="correct it"))
+            raise SettingsError(f"--grid {text!r}", expected=expected, got=repr(text))
         grid[key] = _items(values, f"--grid {key}", _parse_value)
     return grid
 
@@ -355,11 +355,9 @@ def _items(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
     try:
         values = [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise SettingsError(
-            explain(option, expected="values separated by commas", got=repr(text), do=str(error))
-        ) from error
+        raise SettingsError(option, expected="values separated by commas", got=repr(text), do=str(error)) from error
     if not values or len(set(values)) != len(values):
-        raise SettingsError(explain(option, expected="at least one value, each once", got=repr(text), do="correct it"))
+        raise SettingsError(option, expected="at least one value, each once", got=repr(text))
     return values
 
 

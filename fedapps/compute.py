@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 
 Key = int
 """A part of the identity of a random draw: the seed, a round, a partition."""
@@ -70,9 +70,7 @@ def choose_device(setting: str) -> str:
     """
     kind, _, index = setting.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
-        raise SettingsError(
-            explain("setting 'device'", expected="auto, cpu, cuda or cuda:<index>", got=repr(setting), do="change it")
-        )
+        raise SettingsError("setting 'device'", expected="auto, cpu, cuda or cuda:<index>", got=repr(setting))
     if kind == "cpu":
         return "cpu"
     import torch
@@ -82,12 +80,10 @@ def choose_device(setting: str) -> str:
     if kind == "auto":
         return "cpu"
     raise SettingsError(
-        explain(
-            "setting 'device'",
-            expected="a device of this machine",
-            got=f"{setting!r}, with {torch.cuda.device_count()} CUDA devices here",
-            do="use device = auto or cpu",
-        )
+        "setting 'device'",
+        expected="a device of this machine",
+        got=f"{setting!r}, with {torch.cuda.device_count()} CUDA devices here",
+        do="use device = auto or cpu",
     )
 
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class FedAppsError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose.
+
+    Args:
+        where: The place, for example ``"layer 'fc1', client 3"``; may be empty. Without the rest, the whole message.
+        expected: What would have been right.
+        got: What came.
+        do: What the reader can do about it, where that is not plain from the rest.
+    """
+
+    def __init__(self, where: str = "", *, expected: str = "", got: str = "", do: str = "") -> None:
+        super().__init__(explain(where, expected=expected, got=got, do=do) if expected else where)
 
 
 class SettingsError(FedAppsError, ValueError):
@@ -39,17 +52,32 @@ class LaunchError(FedAppsError):
     """A run could not be started, or what it was started on went away."""
 
 
-def explain(where: str, *, expected: str, got: str, do: str) -> str:
-    """Compose an error message in the project's one form.
+def explain(where: str, *, expected: str, got: str, do: str = "") -> str:
+    """Compose an error message in the project's one form; `FedAppsError` does it for its own.
 
     Args:
-        where: The place, for example ``"layer 'fc1', client 3"``; may be empty.
+        where: The place; may be empty.
         expected: What would have been right.
         got: What came.
-        do: What the reader can do about it.
+        do: What the reader can do about it; may be empty.
 
     Returns:
-        ``"<where>: expected <expected>, got <got>; <do>"``, without the place and its colon if that is empty.
+        ``"<where>: expected <expected>, got <got>; <do>"``, without what is empty.
     """
-    place = f"{where}: " if where else ""
-    return f"{place}expected {expected}, got {got}; {do}"
+    place, advice = f"{where}: " if where else "", f"; {do}" if do else ""
+    return f"{place}expected {expected}, got {got}{advice}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Advise somebody who gave a name that is not known.
+
+    Args:
+        name: What was given.
+        known: The names that would have been right.
+        otherwise: The advice where none of them is near.
+
+    Returns:
+        ``"did you mean '<nearest>'?"``, or the other advice.
+    """
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else otherwise

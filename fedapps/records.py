@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 
 ARRAYS = "arrays"
 BUFFERS = "buffers"
@@ -109,12 +109,10 @@ def unpack_arrays(content: RecordDict, record: str, where: str, *, optional: boo
             arrays[name] = array.numpy()
         except (ValueError, TypeError, EOFError, OSError) as problem:
             raise MessageError(
-                explain(
-                    f"{where}, array '{name}' of record '{record}'",
-                    expected="the bytes of a NumPy array",
-                    got=f"{len(array.data)} bytes of type '{array.stype}' ({problem})",
-                    do="pack arrays with fedapps.records.pack_arrays",
-                )
+                f"{where}, array '{name}' of record '{record}'",
+                expected="the bytes of a NumPy array",
+                got=f"{len(array.data)} bytes of type '{array.stype}' ({problem})",
+                do="pack arrays with fedapps.records.pack_arrays",
             ) from problem
     return arrays
 
@@ -122,12 +120,10 @@ def unpack_arrays(content: RecordDict, record: str, where: str, *, optional: boo
 def _missing(where: str, record: str, kind: str, content: RecordDict) -> MessageError:
     held = ", ".join(f"{name} ({type(value).__name__})" for name, value in content.items())
     return MessageError(
-        explain(
-            where,
-            expected=f"a record '{record}' of type {kind}",
-            got=held or "no record at all",
-            do="see the table in fedapps.records for what a message holds",
-        )
+        where,
+        expected=f"a record '{record}' of type {kind}",
+        got=held or "no record at all",
+        do="see the table in fedapps.records for what a message holds",
     )
 
 
@@ -199,12 +195,10 @@ def check_reply(content: RecordDict, partition: int, sent: Mapping[str, np.ndarr
         _check_tensor(name, value, sent, where)
     if repeated := arrays.keys() & buffers.keys():
         raise MessageError(
-            explain(
-                f"{where}, tensor '{min(repeated)}'",
-                expected="it either in 'arrays' or in 'buffers'",
-                got="it in both",
-                do="put trainable parameters into 'arrays' only",
-            )
+            f"{where}, tensor '{min(repeated)}'",
+            expected="it either in 'arrays' or in 'buffers'",
+            got="it in both",
+            do="put trainable parameters into 'arrays' only",
         )
     return Reply(partition, num_examples, metrics, arrays, buffers, content)
 
@@ -216,12 +210,10 @@ def _check_metrics(content: RecordDict, where: str) -> tuple[int, dict[str, floa
     num_examples = record.get(NUM_EXAMPLES)
     if not isinstance(num_examples, int) or num_examples <= 0:
         raise MessageError(
-            explain(
-                f"{where}, metric '{NUM_EXAMPLES}'",
-                expected="a positive integer",
-                got=repr(num_examples),
-                do="report how many examples were trained on; a client without data has nothing to add",
-            )
+            f"{where}, metric '{NUM_EXAMPLES}'",
+            expected="a positive integer",
+            got=repr(num_examples),
+            do="report how many examples were trained on; a client without data has nothing to add",
         )
     metrics = {
         name: float(value) for name, value in record.items() if name != NUM_EXAMPLES and isinstance(value, int | float)
@@ -232,22 +224,18 @@ def _check_metrics(content: RecordDict, where: str) -> tuple[int, dict[str, floa
 def _check_tensor(name: str, value: np.ndarray, sent: Mapping[str, np.ndarray], where: str) -> None:
     if name not in sent:
         raise MessageError(
-            explain(
-                f"{where}, tensor '{name}'",
-                expected="a tensor of the model that was sent out",
-                got="an unknown name",
-                do="build the same model on both ends",
-            )
+            f"{where}, tensor '{name}'",
+            expected="a tensor of the model that was sent out",
+            got="an unknown name",
+            do="build the same model on both ends",
         )
     reference = sent[name]
     if value.shape != reference.shape or value.dtype != reference.dtype:
         raise MessageError(
-            explain(
-                f"{where}, tensor '{name}'",
-                expected=f"shape {reference.shape} and dtype {reference.dtype}",
-                got=f"shape {value.shape} and dtype {value.dtype}",
-                do="build the same model on both ends",
-            )
+            f"{where}, tensor '{name}'",
+            expected=f"shape {reference.shape} and dtype {reference.dtype}",
+            got=f"shape {value.shape} and dtype {value.dtype}",
+            do="build the same model on both ends",
         )
     check_finite(value, f"{where}, tensor '{name}'")
 
@@ -265,12 +253,10 @@ def check_finite(value: np.ndarray, where: str) -> None:
     if np.issubdtype(value.dtype, np.inexact) and not np.isfinite(value).all():
         count = int(value.size - np.isfinite(value).sum())
         raise MessageError(
-            explain(
-                where,
-                expected="finite numbers",
-                got=f"{count} of {value.size} that are NaN or infinite",
-                do="lower the learning rate or raise the damping on that client",
-            )
+            where,
+            expected="finite numbers",
+            got=f"{count} of {value.size} that are NaN or infinite",
+            do="lower the learning rate or raise the damping on that client",
         )
 
 
@@ -288,22 +274,18 @@ def check_complete(reply: Reply, covered: set[str], sent: Mapping[str, np.ndarra
     held = reply.arrays.keys() | reply.buffers.keys()
     if twice := held & covered:
         raise MessageError(
-            explain(
-                f"{reply.where}, tensor '{min(twice)}'",
-                expected="it once",
-                got="it both as a tensor and in a curvature block",
-                do="leave parameters of a block out of 'arrays'",
-            )
+            f"{reply.where}, tensor '{min(twice)}'",
+            expected="it once",
+            got="it both as a tensor and in a curvature block",
+            do="leave parameters of a block out of 'arrays'",
         )
     if missing := [name for name in sent if name not in held and name not in covered]:
         raise MessageError(
-            explain(
-                reply.where,
-                expected=f"all {len(sent)} tensors of the model",
-                got=f"a reply without {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",
-                do="send every trainable tensor and every buffer; if these are tied or frozen weights, start the server from "
-                "pack_arrays(module_arrays(model)), not from state_dict()",
-            )
+            reply.where,
+            expected=f"all {len(sent)} tensors of the model",
+            got=f"a reply without {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",
+            do="send every trainable tensor and every buffer; if these are tied or frozen weights, start the server from "
+            "pack_arrays(module_arrays(model)), not from state_dict()",
         )
 
 
@@ -353,11 +335,9 @@ def check_size(content: RecordDict, limit_mb: float) -> None:
     }
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
     raise MessageError(
-        explain(
-            "message",
-            expected=f"at most {limit_mb:g} MB of payload (setting max-message-mb)",
-            got=f"{total / 1e6:.3g} MB, the largest tensors being "
-            + ", ".join(f"{name} ({size / 1e6:.3g} MB)" for name, size in largest),
-            do="raise max-message-mb or use a smaller model",
-        )
+        "message",
+        expected=f"at most {limit_mb:g} MB of payload (setting max-message-mb)",
+        got=f"{total / 1e6:.3g} MB, the largest tensors being "
+        + ", ".join(f"{name} ({size / 1e6:.3g} MB)" for name, size in largest),
+        do="raise max-message-mb or use a smaller model",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.settings import setting
 
 
@@ -62,12 +62,10 @@ class LocalNewtonSettings(SecondOrderSettings):
             good = False
         if not good:
             raise SettingsError(
-                explain(
-                    "setting 'localnewton.line-search'",
-                    expected="numbers > 0, separated by commas",
-                    got=repr(self.line_search),
-                    do='write it like "1,0.5,0.25,0.125", or leave it empty',
-                )
+                "setting 'localnewton.line-search'",
+                expected="numbers > 0, separated by commas",
+                got=repr(self.line_search),
+                do='write it like "1,0.5,0.25,0.125", or leave it empty',
             )
 
     @property
@@ -98,10 +96,8 @@ class FedPMSettings(SecondOrderSettings):
     def __post_init__(self) -> None:
         if self.factor_min_rows == 1:
             raise SettingsError(
-                explain(
-                    "setting 'fedpm.factor-min-rows'",
-                    expected="0 (off) or at least 2",
-                    got="1",
-                    do="raise it: the factor of a single row is the row itself, up to sign",
-                )
+                "setting 'fedpm.factor-min-rows'",
+                expected="0 (off) or at least 2",
+                got="1",
+                do="raise it: the factor of a single row is the row itself, up to sign",
             )

@@ -12,7 +12,6 @@ config holds only scalars: an absent value is ``""`` and a key that the registry
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import tomllib
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast, get_type_hints
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError, did_you_mean
 
 Scalar = bool | int | float | str
 """What a Flower run config can hold."""
@@ -219,24 +218,19 @@ def check_value(key: Key, value: object) -> Scalar:
     if not isinstance(value, key.kind) or (key.kind is int and isinstance(value, bool)):
         hint = " or 'auto'" if key.default == AUTO else ""
         raise SettingsError(
-            explain(
-                where,
-                expected=f"a value of type {key.kind.__name__}{hint}",
-                got=f"{value!r} ({type(value).__name__})",
-                do=f"give for example {key.name}={_example(key)}",
-            )
+            where,
+            expected=f"a value of type {key.kind.__name__}{hint}",
+            got=f"{value!r} ({type(value).__name__})",
+            do=f"give for example {key.name}={_example(key)}",
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         _check_range(key, value, where)
     if key.choices and value not in key.choices:
-        near = difflib.get_close_matches(str(value), key.choices, n=1)
         raise SettingsError(
-            explain(
-                where,
-                expected="one of " + ", ".join(key.choices),
-                got=repr(value),
-                do=f"did you mean {near[0]!r}?" if near else "choose one of them",
-            )
+            where,
+            expected="one of " + ", ".join(key.choices),
+            got=repr(value),
+            do=did_you_mean(str(value), key.choices),
         )
     return cast(Scalar, value)
 
@@ -256,14 +250,7 @@ def _check_range(key: Key, value: float, where: str) -> None:
         and (key.maximum is None or value <= key.maximum)
     )
     if not inside:
-        raise SettingsError(
-            explain(
-                where,
-                expected="a finite number " + " and ".join(bounds),
-                got=repr(value),
-                do="change it",
-            )
-        )
+        raise SettingsError(where, expected="a finite number " + " and ".join(bounds), got=repr(value))
 
 
 def _example(key: Key) -> str:
@@ -316,12 +303,10 @@ def parse(
     from_options = own_class is not None and not group
     if values["method_options"] and not from_options:
         raise SettingsError(
-            explain(
-                "setting 'method-options'",
-                expected="'' for a method without options of its own",
-                got=repr(values["method_options"]),
-                do="remove it",
-            )
+            "setting 'method-options'",
+            expected="'' for a method without options of its own",
+            got=repr(values["method_options"]),
+            do="remove it",
         )
     own = None
     if own_class is not None:
@@ -334,14 +319,11 @@ def parse(
 def _refuse_unknown(run_config: Mapping[str, Any], known: set[str]) -> None:
     for name in run_config:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             raise SettingsError(
-                explain(
-                    f"setting '{name}'",
-                    expected="a known key",
-                    got="an unknown one",
-                    do=f"did you mean '{near[0]}'?" if near else "see the settings table in the docs",
-                )
+                f"setting '{name}'",
+                expected="a known key",
+                got="an unknown one",
+                do=did_you_mean(name, known, "see the settings table in the docs"),
             )
 
 
@@ -349,12 +331,10 @@ def _refuse_foreign(run_config: Mapping[str, Any], foreign: Mapping[str, Key], m
     for name, key in foreign.items():
         if name in run_config and run_config[name] != key.default:
             raise SettingsError(
-                explain(
-                    f"setting '{name}'",
-                    expected=f"its default {key.default!r}, since it does not belong to method '{method}'",
-                    got=repr(run_config[name]),
-                    do=f"remove it or choose --method {name.split('.')[0]}",
-                )
+                f"setting '{name}'",
+                expected=f"its default {key.default!r}, since it does not belong to method '{method}'",
+                got=repr(run_config[name]),
+                do=f"remove it or choose --method {name.split('.')[0]}",
             )
 
 
@@ -383,12 +363,10 @@ def parse_toml_options(setting_name: str, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(
-            explain(
-                f"setting '{setting_name}'",
-                expected="TOML text such as 'name = \"value\"'",
-                got=f"{text!r} ({error})",
-                do="quote strings and put one option on a line",
-            )
+            f"setting '{setting_name}'",
+            expected="TOML text such as 'name = \"value\"'",
+            got=f"{text!r} ({error})",
+            do="quote strings and put one option on a line",
         ) from error
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.settings import Settings, setting
 from fedapps.zeroth_order.scheme import radius
 
@@ -142,4 +142,4 @@ def _held_by_float32(value: float) -> bool:
 
 def _not_held(key: str, method: str, *, got: str, do: str) -> SettingsError:
     expected = "a number above 0 also when rounded to float32 (1.4e-45 to 3.4e38)"
-    return SettingsError(explain(f"setting '{key}' of method '{method}'", expected=expected, got=got, do=do))
+    return SettingsError(f"setting '{key}' of method '{method}'", expected=expected, got=got, do=do)

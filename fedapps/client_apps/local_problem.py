@@ -15,7 +15,7 @@ import numpy as np
 
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.newton import Objective, minimise
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.personalization import pfedme
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.pfedme import PFedMeConfig
@@ -163,12 +163,10 @@ class ConvexProblem:
         loss = float(self._whole.loss(theta))
         if not np.isfinite(loss):
             raise TaskError(
-                explain(
-                    f"{self._work.where}, round {self._work.server_round}, after the local steps",
-                    expected="a finite loss",
-                    got=str(loss),
-                    do="lower the learning rate, or check the client's data",
-                )
+                f"{self._work.where}, round {self._work.server_round}, after the local steps",
+                expected="a finite loss",
+                got=str(loss),
+                do="lower the learning rate, or check the client's data",
             )
         return Trained({WEIGHTS: theta}, {}, loss)
 

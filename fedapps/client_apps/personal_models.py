@@ -16,7 +16,7 @@ import numpy as np
 
 import fedapps
 from fedapps.client_apps.work import ClientWork
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import Arrays
 from fedapps.results.storage import save_arrays, sync_file, to_json, write_atomically
 from fedapps.tasks.base import measure
@@ -193,10 +193,8 @@ def _check_fits(own: Arrays, received: Arrays, where: str) -> None:
         expected = received.get(name)
         if expected is None or (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise MessageError(
-                explain(
-                    f"{where}, stored personal model, tensor '{name}'",
-                    expected="none" if expected is None else f"shape {expected.shape} and dtype {expected.dtype}",
-                    got=f"shape {value.shape} and dtype {value.dtype}",
-                    do="it belongs to another architecture: start a new experiment, or put the client's state back",
-                )
+                f"{where}, stored personal model, tensor '{name}'",
+                expected="none" if expected is None else f"shape {expected.shape} and dtype {expected.dtype}",
+                got=f"shape {value.shape} and dtype {value.dtype}",
+                do="it belongs to another architecture: start a new experiment, or put the client's state back",
             )

@@ -23,7 +23,7 @@ import torch
 from flwr.app import ConfigRecord
 
 from fedapps.client_apps.work import ClientWork
-from fedapps.errors import FedAppsError, MessageError, explain
+from fedapps.errors import FedAppsError, MessageError
 from fedapps.records import CONFIRM, JOURNAL
 from fedapps.results.storage import write_atomically
 from fedapps.strategies.scalar_options import scheme_of
@@ -124,12 +124,10 @@ def caught_up(work: ClientWork) -> Iterator[CaughtUp]:
     record = work.records.get(JOURNAL)
     if not isinstance(record, ConfigRecord) or not isinstance(record.get("base"), bytes):
         raise MessageError(
-            explain(
-                "server's message",
-                expected=f"a record '{JOURNAL}' with a slice and the first model's fingerprint",
-                got=", ".join(work.records) or "nothing",
-                do="use fedapps.strategies.hiso.HiSo on the server",
-            )
+            "server's message",
+            expected=f"a record '{JOURNAL}' with a slice and the first model's fingerprint",
+            got=", ".join(work.records) or "nothing",
+            do="use fedapps.strategies.hiso.HiSo on the server",
         )
     part, confirm = unpack_slice(record, "server's message"), bool(record.get(CONFIRM))
     with _open(work, bytes(record["base"]).hex()) as held:  # type: ignore[arg-type]  # checked above
@@ -220,7 +218,7 @@ def _advance(held: _Held, journal: Journal, through: int) -> str | None:
     found = held.replica.fingerprint()
     if found != expected:
         where, do = f"replica at round {through}", "rebuild it from base and journal"
-        raise AstrayError(explain(where, expected=f"fingerprint {expected[:16]}", got=found[:16], do=do))
+        raise AstrayError(where, expected=f"fingerprint {expected[:16]}", got=found[:16], do=do)
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedapps.client_apps.local_problem import Pull, Trained
 from fedapps.client_apps.torch_training import losses_of, prepare_model, read_model
 from fedapps.client_apps.work import ClientWork
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
 from fedapps.personalization.pfedme import PFedMeConfig, local_step
 from fedapps.personalization.proximal import curvature_by_differences
@@ -129,12 +129,10 @@ class TorchProblem:
                 )
         except RuntimeError as error:
             raise TaskError(
-                explain(
-                    f"{self._work.where}, curvature of the loss",
-                    expected="a model that can be differentiated twice",
-                    got=str(error),
-                    do="set fedclup.gamma-rule=average or a number for fedclup.gamma, which need no curvature",
-                )
+                f"{self._work.where}, curvature of the loss",
+                expected="a model that can be differentiated twice",
+                got=str(error),
+                do="set fedclup.gamma-rule=average or a number for fedclup.gamma, which need no curvature",
             ) from error
 
     def rough_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedapps.client_apps.work import ClientWork
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.records import Arrays
 from fedapps.tasks.torch_arrays import module_arrays, trainable_names
 
@@ -73,12 +73,10 @@ def losses_of(
             loss = task.loss(model, inputs, targets)
         if not torch.isfinite(loss):
             raise TaskError(
-                explain(
-                    f"{work.where}, round {work.server_round}, local step {k}",
-                    expected="a finite loss",
-                    got=str(float(loss.detach())),
-                    do="lower the learning rate, or check the client's data",
-                )
+                f"{work.where}, round {work.server_round}, local step {k}",
+                expected="a finite loss",
+                got=str(float(loss.detach())),
+                do="lower the learning rate, or check the client's data",
             )
         loss.backward()  # type: ignore[no-untyped-call]
         step()

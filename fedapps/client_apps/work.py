@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord
 
 from fedapps.client_apps.store import ClientStore
 from fedapps.compute import choose_device, generator
-from fedapps.errors import MessageError, TaskError, explain
+from fedapps.errors import MessageError, TaskError
 from fedapps.methods import resolve_settings
 from fedapps.records import ARRAYS, DIRECTION, NUM_EXAMPLES, SERVER_ROUND, Arrays, unpack_arrays, unpack_config
 from fedapps.settings import Settings
@@ -56,23 +56,19 @@ class Node:
             value = context.node_config.get(key)
             if not str(value).isdigit():
                 raise TaskError(
-                    explain(
-                        f"node {context.node_id}, node config '{key}'",
-                        expected="an integer from 0",
-                        got="nothing" if value is None else repr(value),
-                        do="start the SuperNode with --node-config 'partition-id=0 num-partitions=2'",
-                    )
+                    f"node {context.node_id}, node config '{key}'",
+                    expected="an integer from 0",
+                    got="nothing" if value is None else repr(value),
+                    do="start the SuperNode with --node-config 'partition-id=0 num-partitions=2'",
                 )
             numbers.append(int(str(value)))
         partition, num_partitions = numbers
         if partition >= num_partitions:
             raise TaskError(
-                explain(
-                    f"node {context.node_id}",
-                    expected=f"a partition-id below num-partitions = {num_partitions}",
-                    got=str(partition),
-                    do="count partitions from 0",
-                )
+                f"node {context.node_id}",
+                expected=f"a partition-id below num-partitions = {num_partitions}",
+                got=str(partition),
+                do="count partitions from 0",
             )
         state_dir = context.node_config.get("state-dir")
         return cls(partition, num_partitions, Path(str(state_dir)) if state_dir else None)
@@ -234,11 +230,9 @@ def _entry(config: ConfigRecord, key: str) -> float:
     value = config.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise MessageError(
-            explain(
-                f"server's message, entry '{key}'",
-                expected="a number",
-                got=repr(value),
-                do="run the same version of fedapps on both ends",
-            )
+            f"server's message, entry '{key}'",
+            expected="a number",
+            got=repr(value),
+            do="run the same version of fedapps on both ends",
         )
     return value

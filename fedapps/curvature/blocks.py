@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fedapps.curvature.layout import BlockSpec, Tile, describe_tiles, misshapen
 from fedapps.curvature.packing import pack_upper, scaled_identity, triangle_size, triangle_width, unpack_upper
-from fedapps.errors import CurvatureError, MessageError, explain
+from fedapps.errors import CurvatureError, MessageError
 
 Array = NDArray[Any]
 
@@ -167,12 +167,10 @@ def check_block(block: Block, who: str) -> None:
     for name, values in (("P", decode(block.curvature)), ("M", block.product)):
         if not np.isfinite(values).all():
             raise MessageError(
-                explain(
-                    spec.where(who),
-                    expected=f"finite numbers in {name}",
-                    got=f"{int(values.size - np.isfinite(values).sum())} of {values.size} that are NaN or infinite",
-                    do="lower the learning rate or raise the damping on that client",
-                )
+                spec.where(who),
+                expected=f"finite numbers in {name}",
+                got=f"{int(values.size - np.isfinite(values).sum())} of {values.size} that are NaN or infinite",
+                do="lower the learning rate or raise the damping on that client",
             )
 
 

@@ -144,7 +144,6 @@ class FoofPreconditioner:
                     "FOOF",
                     expected="damping >= 0 and decay in [0, 1), refresh >= 1, and limits >= 0",
                     got=f"{damping} and {decay}, {refresh}, and {max_rows}, {max_width}, {factor_min_rows}",
-                    do="correct the settings",
                 )
             )
         self._model = model

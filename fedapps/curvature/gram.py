@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 
 from fedapps.curvature.solve import PIVOT_MARGIN, damping_ladder, not_definite, not_finite
-from fedapps.errors import CurvatureError, explain
+from fedapps.errors import CurvatureError
 
 OUTSIDE_MARGIN = 30.0
 """A part outside the rows' span below this many epsilons of the gradient's norm is the rounding of the projection."""
@@ -348,12 +348,10 @@ def precondition(G: torch.Tensor, P: torch.Tensor, *, where: str = "") -> Precon
     """
     if P.dim() != 2 or G.dim() != 2 or P.shape != 2 * G.shape[1:]:
         raise CurvatureError(
-            explain(
-                where,
-                expected="a gradient of shape (out, width) and P of shape (width, width)",
-                got=f"{tuple(G.shape)} and {tuple(P.shape)}",
-                do="fold the bias as last column into the gradient and as a trailing 1 into the rows, or into neither",
-            )
+            where,
+            expected="a gradient of shape (out, width) and P of shape (width, width)",
+            got=f"{tuple(G.shape)} and {tuple(P.shape)}",
+            do="fold the bias as last column into the gradient and as a trailing 1 into the rows, or into neither",
         )
     divisor = factorise_matrix(widened(P)[None], where=where)
     update = divide(divisor, widened(G).to(divisor.P.dtype)[None], where=where)

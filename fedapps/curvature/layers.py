@@ -32,7 +32,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fedapps.curvature.convolutions import Convolution, conv_moment, conv_rows, num_positions
 from fedapps.curvature.layout import BlockSpec, Layout
-from fedapps.errors import CurvatureError, explain
+from fedapps.errors import CurvatureError
 
 Rows = Callable[..., torch.Tensor]
 """``(module, input) -> (rows, in)``."""
@@ -252,13 +252,11 @@ def _checked_rows(module: nn.Module, rows: torch.Tensor, where: str, count: int 
 def _unfit(module: nn.Module, where: str, expected: str, got: str) -> CurvatureError:
     name = type(module).__name__
     return CurvatureError(
-        explain(
-            f"{where}, {name}" if where else name,
-            expected=expected,
-            got=got,
-            do=f"in what register_layer has for {name}, give a row for each use of the weight, as x.flatten(0, -2) does, "
-            "without the bias's 1; set transposed only for a weight stored as (in, out), and groups only for grouped outputs",
-        )
+        f"{where}, {name}" if where else name,
+        expected=expected,
+        got=got,
+        do=f"in what register_layer has for {name}, give a row for each use of the weight, as x.flatten(0, -2) does, "
+        "without the bias's 1; set transposed only for a weight stored as (in, out), and groups only for grouped outputs",
     )
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedapps.curvature.packing import triangle_size
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 
 Array = NDArray[Any]
 
@@ -77,21 +77,17 @@ class BlockSpec:
     def __post_init__(self) -> None:
         if len(self.parameters) not in (1, 2) or self.rows < 1 or self.width < len(self.parameters):
             raise MessageError(
-                explain(
-                    f"layer '{self.layer}'",
-                    expected="a weight and at most one bias, with rows >= 1 and a width that holds them",
-                    got=f"parameters {self.parameters}, {self.rows} rows, width {self.width}",
-                    do="describe one layer in each block",
-                )
+                f"layer '{self.layer}'",
+                expected="a weight and at most one bias, with rows >= 1 and a width that holds them",
+                got=f"parameters {self.parameters}, {self.rows} rows, width {self.width}",
+                do="describe one layer in each block",
             )
         if self.groups < 1 or self.rows % self.groups or self.cut < 0:
             raise MessageError(
-                explain(
-                    f"layer '{self.layer}'",
-                    expected="groups that divide the rows, and a cut >= 0",
-                    got=f"{self.groups} groups of {self.rows} rows, cut {self.cut}",
-                    do="describe one layer in each block",
-                )
+                f"layer '{self.layer}'",
+                expected="groups that divide the rows, and a cut >= 0",
+                got=f"{self.groups} groups of {self.rows} rows, cut {self.cut}",
+                do="describe one layer in each block",
             )
 
     @cached_property
@@ -201,12 +197,10 @@ def layout_from_json(text: str, who: str) -> Layout:
         averaged = {str(name): str(reason) for name, reason in content["averaged"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         raise MessageError(
-            explain(
-                f"{who}, layout",
-                expected="what Layout.to_json writes",
-                got=f"{text[:80]!r} ({type(problem).__name__}: {problem})",
-                do="run the same fedapps version on both ends",
-            )
+            f"{who}, layout",
+            expected="what Layout.to_json writes",
+            got=f"{text[:80]!r} ({type(problem).__name__}: {problem})",
+            do="run the same fedapps version on both ends",
         ) from problem
     return Layout(blocks, averaged)
 
@@ -268,12 +262,10 @@ def _parameters(arrays: Mapping[str, Array], spec: BlockSpec, who: str) -> tuple
     for name in spec.parameters:
         if name not in arrays:
             raise MessageError(
-                explain(
-                    spec.where(who),
-                    expected=f"a parameter '{name}'",
-                    got=f"a model without it ({len(arrays)} tensors)",
-                    do="build the same model on both ends",
-                )
+                spec.where(who),
+                expected=f"a parameter '{name}'",
+                got=f"a model without it ({len(arrays)} tensors)",
+                do="build the same model on both ends",
             )
     tensors = [arrays[name] for name in spec.parameters]
     weight, bias = tensors[0].T if spec.transposed else tensors[0], tensors[1:]
@@ -296,6 +288,4 @@ def misshapen(spec: BlockSpec, who: str, expected: str, got: str) -> MessageErro
     Returns:
         The error, to be raised.
     """
-    return MessageError(
-        explain(spec.where(who), expected=expected, got=got, do="fold the bias on both ends or on neither")
-    )
+    return MessageError(spec.where(who), expected=expected, got=got, do="fold the bias on both ends or on neither")

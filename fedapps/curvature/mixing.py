@@ -96,12 +96,10 @@ def add_block(sums: BlockSums, weight: float, curvature: Array, product: Array, 
     _check_weight(weight, where)
     if curvature.shape != sums.curvature.shape or product.shape != sums.product.shape:
         raise CurvatureError(
-            explain(
-                where,
-                expected=f"a packed P of shape {sums.curvature.shape} and M of shape {sums.product.shape}",
-                got=f"{curvature.shape} and {product.shape}",
-                do="build the same model on every client, with the same layers preconditioned",
-            )
+            where,
+            expected=f"a packed P of shape {sums.curvature.shape} and M of shape {sums.product.shape}",
+            got=f"{curvature.shape} and {product.shape}",
+            do="build the same model on every client, with the same layers preconditioned",
         )
     sums.weight += weight
     sums.curvature += np.multiply(curvature, weight, dtype=np.float64)
@@ -226,12 +224,10 @@ def _smallest(name: str, dtype: np.dtype[Any]) -> int | bool:
     if np.issubdtype(dtype, np.bool_):
         return False
     raise CurvatureError(
-        explain(
-            f"tensor '{name}'",
-            expected="a floating, integer or bool dtype",
-            got=str(dtype),
-            do="convert it before it is averaged",
-        )
+        f"tensor '{name}'",
+        expected="a floating, integer or bool dtype",
+        got=str(dtype),
+        do="convert it before it is averaged",
     )
 
 
@@ -245,23 +241,19 @@ def _check_weight(weight: float, where: str) -> None:
 def _check_tensors(sums: TensorSums, arrays: Mapping[str, Array], where: str) -> None:
     if arrays.keys() != sums.names:
         raise CurvatureError(
-            explain(
-                where,
-                expected=f"exactly the {len(sums.names)} tensors of the mean",
-                got=f"missing: {_list(sums.names - arrays.keys())}; unknown: {_list(arrays.keys() - sums.names)}",
-                do="build the same model on every client",
-            )
+            where,
+            expected=f"exactly the {len(sums.names)} tensors of the mean",
+            got=f"missing: {_list(sums.names - arrays.keys())}; unknown: {_list(arrays.keys() - sums.names)}",
+            do="build the same model on every client",
         )
     for name, value in arrays.items():
         kept = sums.sums[name] if name in sums.sums else sums.maxima[name]
         if value.shape != kept.shape or value.dtype != sums.dtypes[name]:
             raise CurvatureError(
-                explain(
-                    f"{where}, tensor '{name}'",
-                    expected=f"shape {kept.shape} and dtype {sums.dtypes[name]}",
-                    got=f"shape {value.shape} and dtype {value.dtype}",
-                    do="build the same model on every client",
-                )
+                f"{where}, tensor '{name}'",
+                expected=f"shape {kept.shape} and dtype {sums.dtypes[name]}",
+                got=f"shape {value.shape} and dtype {value.dtype}",
+                do="build the same model on every client",
             )
 
 

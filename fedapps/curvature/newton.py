@@ -80,14 +80,7 @@ def newton_steps(
         arXiv 2511.09100, the client's part of equation 8.
     """
     if num_steps < 1 or not damping >= 0:
-        raise ValueError(
-            explain(
-                where,
-                expected="num_steps >= 1 and damping >= 0",
-                got=f"{num_steps} and {damping}",
-                do="correct the settings",
-            )
-        )
+        raise ValueError(explain(where, expected="num_steps >= 1 and damping >= 0", got=f"{num_steps} and {damping}"))
     identity = np.eye(len(theta))
     largest = 0.0
     for k in range(num_steps):
@@ -139,10 +132,8 @@ def _step_length(objective: Objective, theta: Vector, step: Vector, decrease: fl
 
 def _no_minimum(expected: str, got: str) -> CurvatureError:
     return CurvatureError(
-        explain(
-            "minimiser",
-            expected=expected,
-            got=got,
-            do="check that the objective is strictly convex, with the right gradient and Hessian",
-        )
+        "minimiser",
+        expected=expected,
+        got=got,
+        do="check that the objective is strictly convex, with the right gradient and Hessian",
     )

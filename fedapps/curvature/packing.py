@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import CurvatureError, explain
+from fedapps.errors import CurvatureError
 
 TILE = 256
 """Rows that are compared or mirrored at once: a tile of this size and its transpose fit a processor's cache."""
@@ -44,12 +44,10 @@ def triangle_width(size: int) -> int:
     n = (isqrt(8 * size + 1) - 1) // 2
     if triangle_size(n) != size:
         raise CurvatureError(
-            explain(
-                "packed triangle",
-                expected=f"n (n + 1) / 2 numbers, such as {triangle_size(n)} or {triangle_size(n + 1)}",
-                got=str(size),
-                do="pack the upper triangle with its diagonal, row by row",
-            )
+            "packed triangle",
+            expected=f"n (n + 1) / 2 numbers, such as {triangle_size(n)} or {triangle_size(n + 1)}",
+            got=str(size),
+            do="pack the upper triangle with its diagonal, row by row",
         )
     return n
 
@@ -69,7 +67,7 @@ def pack_upper(matrix: NDArray[Any]) -> NDArray[Any]:
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise CurvatureError(
-            explain("matrix to pack", expected="shape (n, n)", got=f"{matrix.shape}", do="pack one square block")
+            "matrix to pack", expected="shape (n, n)", got=f"{matrix.shape}", do="pack one square block"
         )
     _check_symmetric(matrix)
     n = matrix.shape[0]
@@ -96,9 +94,7 @@ def unpack_upper(packed: NDArray[Any]) -> NDArray[Any]:
     """
     if packed.ndim != 1:
         raise CurvatureError(
-            explain(
-                "packed triangle", expected="a vector", got=f"shape {packed.shape}", do="unpack one block at a time"
-            )
+            "packed triangle", expected="a vector", got=f"shape {packed.shape}", do="unpack one block at a time"
         )
     n = triangle_width(packed.size)
     matrix = np.empty((n, n), packed.dtype)
@@ -152,10 +148,8 @@ def _check_symmetric(matrix: NDArray[Any]) -> None:
     # NaN compares false and passes: whether numbers are finite is another check.
     if difference > allowed:
         raise CurvatureError(
-            explain(
-                "matrix to pack",
-                expected=f"a symmetric matrix (to {allowed:.1e})",
-                got=f"entries that differ from their mirror image by up to {difference:.1e}",
-                do="symmetrise it, (P + P') / 2, if the difference is noise",
-            )
+            "matrix to pack",
+            expected=f"a symmetric matrix (to {allowed:.1e})",
+            got=f"entries that differ from their mirror image by up to {difference:.1e}",
+            do="symmetrise it, (P + P') / 2, if the difference is noise",
         )

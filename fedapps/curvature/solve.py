@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
-from fedapps.errors import CurvatureError, explain
+from fedapps.errors import CurvatureError
 
 FIRST_DAMPING = 1e-8
 """The first damping that is tried when a block cannot be factorised, relative to the mean of its diagonal."""
@@ -77,12 +77,10 @@ def solve_spd(P: NDArray[Any], rhs: NDArray[Any], *, where: str) -> Solution:
     """
     if P.ndim != 2 or P.shape[0] != P.shape[1] or rhs.shape[:1] != P.shape[:1]:
         raise CurvatureError(
-            explain(
-                where,
-                expected="P of shape (n, n) and a right-hand side with n rows",
-                got=f"{P.shape} and {rhs.shape}",
-                do="fold the bias on both ends or on neither",
-            )
+            where,
+            expected="P of shape (n, n) and a right-hand side with n rows",
+            got=f"{P.shape} and {rhs.shape}",
+            do="fold the bias on both ends or on neither",
         )
     dtype = np.float32 if P.dtype == rhs.dtype == np.float32 else np.float64
     P, rhs = P.astype(dtype, copy=False), rhs.astype(dtype, copy=False)
@@ -126,12 +124,10 @@ def not_finite(where: str) -> CurvatureError:
         The error, to be raised.
     """
     return CurvatureError(
-        explain(
-            where,
-            expected="finite curvature and a finite right-hand side",
-            got="NaN or infinity",
-            do="lower the learning rate, raise the damping, or check the data",
-        )
+        where,
+        expected="finite curvature and a finite right-hand side",
+        got="NaN or infinity",
+        do="lower the learning rate, raise the damping, or check the data",
     )
 
 
@@ -152,5 +148,5 @@ def not_definite(where: str, mean_diagonal: float, *, is_zero: bool) -> Curvatur
         else f"one that is not, even with {LAST_DAMPING * max(mean_diagonal, 0.0):.1e} added to its diagonal"
     )
     return CurvatureError(
-        explain(where, expected="a positive definite curvature block", got=got, do="set a damping > 0, or a larger one")
+        where, expected="a positive definite curvature block", got=got, do="set a damping > 0, or a larger one"
     )

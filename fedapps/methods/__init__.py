@@ -6,12 +6,11 @@ the strategies. A method of one's own is a `Method` in one's own module, given a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from fedapps import settings as settings_module
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError, did_you_mean
 from fedapps.methods import first_order, personalised, second_order, zeroth_order
 from fedapps.methods.row import Method, load_object
 from fedapps.settings import Scalar, Settings
@@ -65,24 +64,19 @@ def get_method(name: str) -> Method:
         method = load_object(name, what=f"method '{name}'")
         if not isinstance(method, Method):
             raise SettingsError(
-                explain(
-                    f"method '{name}'",
-                    expected="a fedapps.methods.Method",
-                    got=type(method).__name__,
-                    do="name the row, not the strategy",
-                )
+                f"method '{name}'",
+                expected="a fedapps.methods.Method",
+                got=type(method).__name__,
+                do="name the row, not the strategy",
             )
         return method
     rows = {row.name: row for row in METHODS}
     if name not in rows:
-        near = difflib.get_close_matches(name, rows, n=1)
         raise SettingsError(
-            explain(
-                "setting 'method'",
-                expected="one of " + ", ".join(rows),
-                got=repr(name),
-                do=f"did you mean '{near[0]}'?" if near else "see `fedapps methods`",
-            )
+            "setting 'method'",
+            expected="one of " + ", ".join(rows),
+            got=repr(name),
+            do=did_you_mean(name, rows, "see `fedapps methods`"),
         )
     return rows[name]
 
@@ -112,12 +106,10 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
         task_kind = kind_of(task)
     if task_kind not in method.task_kinds:
         raise SettingsError(
-            explain(
-                f"method '{method.name}'",
-                expected=f"a {' or '.join(method.task_kinds)} task",
-                got=f"'{task}', a {task_kind} task",
-                do="choose another task, such as digits-mlp, or another method",
-            )
+            f"method '{method.name}'",
+            expected=f"a {' or '.join(method.task_kinds)} task",
+            got=f"'{task}', a {task_kind} task",
+            do="choose another task, such as digits-mlp, or another method",
         )
     tuned: dict[str, Scalar] = {}
     for name in (task_kind, task_group(task), task):
@@ -139,5 +131,5 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
 def _text(run_config: Mapping[str, Any], key: str, defaults: Mapping[str, Scalar]) -> str:
     value = run_config.get(key, defaults[key])
     if not isinstance(value, str):
-        raise SettingsError(explain(f"setting '{key}'", expected="a name", got=repr(value), do="give it as a string"))
+        raise SettingsError(f"setting '{key}'", expected="a name", got=repr(value), do="give it as a string")
     return value

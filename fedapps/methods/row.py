@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.settings import Scalar
 
 
@@ -122,10 +122,8 @@ def load_object(reference: str, *, what: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(
-            explain(
-                what,
-                expected="an importable module:attribute",
-                got=f"{reference!r} ({error})",
-                do="check the spelling and that its folder is on the Python path",
-            )
+            what,
+            expected="an importable module:attribute",
+            got=f"{reference!r} ({error})",
+            do="check the spelling and that its folder is on the Python path",
         ) from error

@@ -31,7 +31,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from fedapps.errors import MessageError, SettingsError, explain
+from fedapps.errors import MessageError, SettingsError
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.proximal import check_lambda
 
@@ -88,12 +88,9 @@ class ChoiceConfig:
         check_lambda(self.upper, positive=True)
         if self.upper < self.lower or not (np.isfinite(self.c) and self.c > 0):
             raise SettingsError(
-                explain(
-                    "choice of lambda",
-                    expected="lower <= upper and c above 0",
-                    got=f"bounds {self.lower:g} and {self.upper:g}, c = {self.c:g}",
-                    do="correct them",
-                )
+                "choice of lambda",
+                expected="lower <= upper and c above 0",
+                got=f"bounds {self.lower:g} and {self.upper:g}, c = {self.c:g}",
             )
 
 
@@ -228,10 +225,8 @@ def _standard_error(values: np.ndarray, p: np.ndarray) -> float:
 def _check(fits: Mapping[int, LocalFit], mean_distance2: float, dimension: int) -> None:
     if not fits or dimension < 1 or not (np.isfinite(mean_distance2) and mean_distance2 >= 0):
         raise MessageError(
-            explain(
-                "choice of lambda",
-                expected="at least one local fit, one parameter, and a finite distance of their mean",
-                got=f"{len(fits)} fits, {dimension} parameters, distance {mean_distance2}",
-                do="let at least one client finish the round of local fits",
-            )
+            "choice of lambda",
+            expected="at least one local fit, one parameter, and a finite distance of their mean",
+            got=f"{len(fits)} fits, {dimension} parameters, distance {mean_distance2}",
+            do="let at least one client finish the round of local fits",
         )

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import MessageError, SettingsError, explain
+from fedapps.errors import MessageError, SettingsError
 from fedapps.personalization.proximal import check_lambda
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -82,18 +82,14 @@ class FedClupConfig:
         check_lambda(self.lam, positive=True)
         if not np.isfinite(self.gamma) or self.gamma <= 0:
             raise SettingsError(
-                explain(
-                    "gamma", expected="a finite number above 0", got=f"{self.gamma:g}", do="leave it at its default"
-                )
+                "gamma", expected="a finite number above 0", got=f"{self.gamma:g}", do="leave it at its default"
             )
         if self.stale is Stale.REUSE_MODELS and self.gamma * self.lam > _SLACK:
             raise SettingsError(
-                explain(
-                    "gamma with stale = reuse-models",
-                    expected=f"at most 1/lambda = {1 / self.lam:g}, beyond which old models make the step diverge",
-                    got=f"{self.gamma:g}",
-                    do="take gamma = 1/lambda, or stale = reuse",
-                )
+                "gamma with stale = reuse-models",
+                expected=f"at most 1/lambda = {1 / self.lam:g}, beyond which old models make the step diverge",
+                got=f"{self.gamma:g}",
+                do="take gamma = 1/lambda, or stale = reuse",
             )
 
 
@@ -239,12 +235,10 @@ def fold(state: ServerState, message: Arrays, weight: float, *, first: bool) -> 
     heard = state.heard + weight if first else state.heard
     if weight <= 0 or heard > _SLACK:
         raise SettingsError(
-            explain(
-                "client weights p_i",
-                expected="positive weights that sum to 1 over all N clients",
-                got=f"p_i = {weight:g}, a sum of {heard:g} over the clients heard of so far",
-                do="divide by the sum over all clients, not over those of a round",
-            )
+            "client weights p_i",
+            expected="positive weights that sum to 1 over all N clients",
+            got=f"p_i = {weight:g}, a sum of {heard:g} over the clients heard of so far",
+            do="divide by the sum over all clients, not over those of a round",
         )
     total = {name: held + weight * _wide(message[name]) for name, held in state.total.items()}
     return replace(state, total=total, heard=heard)
@@ -324,12 +318,10 @@ def _check_like(arrays: Arrays, model: Arrays, what: str) -> None:
     if got != expected:
         differing = [name for name in {**expected, **got} if got.get(name) != expected.get(name)]
         raise MessageError(
-            explain(
-                f"{what}, tensors {_listed(differing)}",
-                expected=f"shapes {_listed(expected.get(name, 'none') for name in differing)} as in the global model",
-                got=f"{_listed(got.get(name, 'none') for name in differing)}",
-                do="it belongs to another architecture or other personal parts; start a new experiment",
-            )
+            f"{what}, tensors {_listed(differing)}",
+            expected=f"shapes {_listed(expected.get(name, 'none') for name in differing)} as in the global model",
+            got=f"{_listed(got.get(name, 'none') for name in differing)}",
+            do="it belongs to another architecture or other personal parts; start a new experiment",
         )
 
 

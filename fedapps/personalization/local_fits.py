@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.personalization.proximal import Matrix, Vector
 from fedapps.personalization.quadratic import Quadratic, least_squares
 
@@ -51,12 +51,10 @@ class LocalFit:
         numbers = (self.distance2, self.noise, self.variance)
         if self.num_examples < 1 or not all(np.isfinite(x) and x >= 0 for x in numbers):
             raise MessageError(
-                explain(
-                    "local fit",
-                    expected="at least one example, and three finite numbers from 0",
-                    got=f"{self.num_examples} examples and {numbers}",
-                    do="lower the local step; the fit may have diverged",
-                )
+                "local fit",
+                expected="at least one example, and three finite numbers from 0",
+                got=f"{self.num_examples} examples and {numbers}",
+                do="lower the local step; the fit may have diverged",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 
 
 def personal_names(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
@@ -25,12 +25,10 @@ def personal_names(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, 
     for pattern in patterns:
         if not any(_names(pattern, name) for name in names):
             raise SettingsError(
-                explain(
-                    f"personal parts, '{pattern}'",
-                    expected="the name of a tensor or module of the model",
-                    got="one that names nothing; the tensors are " + ", ".join(names),
-                    do="correct it, or leave personal parts empty to personalise everything",
-                )
+                f"personal parts, '{pattern}'",
+                expected="the name of a tensor or module of the model",
+                got="one that names nothing; the tensors are " + ", ".join(names),
+                do="correct it, or leave personal parts empty to personalise everything",
             )
     if not patterns:
         return tuple(names)

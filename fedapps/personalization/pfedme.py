@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.personalization.proximal import Objective, Proximal, Vector, check_lambda, descend
 
 if TYPE_CHECKING:
@@ -62,21 +62,16 @@ class PFedMeConfig:
         check_lambda(self.lam)
         if not (self.eta > 0 and self.eta * self.lam <= 1 + 1e-9):
             raise SettingsError(
-                explain(
-                    "pFedMe, eta",
-                    expected=f"above 0 and at most 1/lambda, for lambda = {self.lam:g}",
-                    got=f"{self.eta:g}",
-                    do="lower the learning rate or lambda",
-                )
+                "pFedMe, eta",
+                expected=f"above 0 and at most 1/lambda, for lambda = {self.lam:g}",
+                got=f"{self.eta:g}",
+                do="lower the learning rate or lambda",
             )
         if not self.personal_lr > 0 or self.num_inner_steps < 1:
             raise SettingsError(
-                explain(
-                    "pFedMe, inner problem",
-                    expected="personal-lr above 0 and at least one inner step",
-                    got=f"{self.personal_lr:g} and {self.num_inner_steps}",
-                    do="correct them",
-                )
+                "pFedMe, inner problem",
+                expected="personal-lr above 0 and at least one inner step",
+                got=f"{self.personal_lr:g} and {self.num_inner_steps}",
             )
 
 
@@ -156,6 +151,6 @@ def server_step(model: Tensor, mean_local: Tensor, beta: float) -> Tensor:
     """
     if not beta > 0:
         raise SettingsError(
-            explain("pFedMe, beta", expected="a number above 0", got=f"{beta:g}", do="take 1 for plain averaging")
+            "pFedMe, beta", expected="a number above 0", got=f"{beta:g}", do="take 1 for plain averaging"
         )
     return (1 - beta) * model + beta * mean_local

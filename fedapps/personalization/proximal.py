@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 
 Vector = NDArray[np.float64]
 """A model, ``(d,)``."""
@@ -217,10 +217,8 @@ def check_lambda(lam: float, *, positive: bool = False) -> None:
     """
     if not np.isfinite(lam) or lam < 0 or (positive and lam == 0):
         raise SettingsError(
-            explain(
-                "lambda",
-                expected=f"a finite number {'above' if positive else 'not below'} 0",
-                got=f"{lam:g}",
-                do="take a small positive one, or the method localtrain for models that share nothing",
-            )
+            "lambda",
+            expected=f"a finite number {'above' if positive else 'not below'} 0",
+            got=f"{lam:g}",
+            do="take a small positive one, or the method localtrain for models that share nothing",
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedapps.errors import FedAppsError, explain
+from fedapps.errors import FedAppsError
 from fedapps.personalization.proximal import Matrix, Objective, Vector, check_lambda
 
 
@@ -199,12 +199,10 @@ def newton_joint_minimiser(
         if length < tolerance:
             return JointMinimiser(model, personal)
     raise FedAppsError(
-        explain(
-            "joint minimiser",
-            expected=f"Newton steps shorter than {tolerance:g} within {max_steps} steps",
-            got=f"a step of length {length:g}",
-            do="add regularisation: a client's classes may be separable",
-        )
+        "joint minimiser",
+        expected=f"Newton steps shorter than {tolerance:g} within {max_steps} steps",
+        got=f"a step of length {length:g}",
+        do="add regularisation: a client's classes may be separable",
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.personalization.proximal import Matrix, Objective, Vector
 from fedapps.personalization.quadratic import least_squares
 
@@ -78,12 +78,9 @@ class SyntheticConfig:
             value = getattr(self, name)
             if not (np.isfinite(value) and value >= minimum):
                 raise SettingsError(
-                    explain(
-                        f"synthetic problem, {name.replace('_', '-')}",
-                        expected=f"a finite number from {minimum}",
-                        got=f"{value:g}",
-                        do="correct it",
-                    )
+                    f"synthetic problem, {name.replace('_', '-')}",
+                    expected=f"a finite number from {minimum}",
+                    got=f"{value:g}",
                 )
 
 

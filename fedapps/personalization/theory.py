@@ -16,7 +16,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.personalization.proximal import Matrix, Vector
 
 
@@ -126,7 +126,7 @@ def num_rounds(eps: float, factor: float) -> float:
         SettingsError: ``eps`` is not in (0, 1).
     """
     if not 0 < eps < 1:
-        raise SettingsError(explain("eps", expected="a number in (0, 1)", got=f"{eps:g}", do="take for example 1e-6"))
+        raise SettingsError("eps", expected="a number in (0, 1)", got=f"{eps:g}", do="take for example 1e-6")
     if factor >= 1:
         return math.inf
     return 1.0 if factor <= eps else math.log(1 / eps) / -math.log(factor)

@@ -120,12 +120,10 @@ def largest_curvature(
             return 0.0
         if not curvature < float("inf"):
             raise TaskError(
-                explain(
-                    "curvature of the loss",
-                    expected="finite Hessian-vector products",
-                    got=str(curvature),
-                    do="check the data and the model's parameters, or give the server step gamma by hand",
-                )
+                "curvature of the loss",
+                expected="finite Hessian-vector products",
+                got=str(curvature),
+                do="check the data and the model's parameters, or give the server step gamma by hand",
             )
     return curvature
 
@@ -149,21 +147,17 @@ def _length(vectors: Sequence[Tensor]) -> float:
 def _check_pair(name: str, parameter: Tensor, fixed: Tensor) -> None:
     if fixed.data_ptr() == parameter.data_ptr() and parameter.numel() > 0:
         raise FedAppsError(
-            explain(
-                f"anchor of parameter '{name}'",
-                expected="a copy",
-                got="the model's own tensor, which makes the proximal term always zero",
-                do="take the anchor with take_anchor before training",
-            )
+            f"anchor of parameter '{name}'",
+            expected="a copy",
+            got="the model's own tensor, which makes the proximal term always zero",
+            do="take the anchor with take_anchor before training",
         )
     if fixed.shape != parameter.shape:
         raise TaskError(
-            explain(
-                f"anchor of parameter '{name}'",
-                expected=f"shape {tuple(parameter.shape)}",
-                got=f"{tuple(fixed.shape)}",
-                do="use the anchor of the same architecture",
-            )
+            f"anchor of parameter '{name}'",
+            expected=f"shape {tuple(parameter.shape)}",
+            got=f"{tuple(fixed.shape)}",
+            do="use the anchor of the same architecture",
         )
 
 

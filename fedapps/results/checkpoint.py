@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fedapps.errors import CheckpointError, explain
+from fedapps.errors import CheckpointError
 from fedapps.results.storage import load_arrays, save_arrays, sync_file, sync_folder
 
 CURRENT = "checkpoint"
@@ -123,7 +123,7 @@ def _check_state(value: object, where: str) -> None:
 
 def _not_json(where: str, expected: str, got: object) -> CheckpointError:
     do = "convert it, or keep it as an array in strategy_arrays"
-    return CheckpointError(explain(where, expected=expected, got=type(got).__name__, do=do))
+    return CheckpointError(where, expected=expected, got=type(got).__name__, do=do)
 
 
 def _promote(folder: Path) -> None:
@@ -162,12 +162,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     complete = {name: _read_state(folder / name) for name, defect in defects.items() if defect is None}
     if not complete:
         raise CheckpointError(
-            explain(
-                f"run folder {folder}",
-                expected=f"a complete {CURRENT}/ or {PREVIOUS}/",
-                got="; ".join(f"{name}: {defects[name]}" for name in (CURRENT, PREVIOUS)),
-                do="start a new run: nothing can be resumed from this one",
-            )
+            f"run folder {folder}",
+            expected=f"a complete {CURRENT}/ or {PREVIOUS}/",
+            got="; ".join(f"{name}: {defects[name]}" for name in (CURRENT, PREVIOUS)),
+            do="start a new run: nothing can be resumed from this one",
         )
     name = max(complete, key=lambda candidate: complete[candidate]["server-round"])
     if defects[CURRENT] is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedapps.errors import FedAppsError, explain
+from fedapps.errors import FedAppsError
 from fedapps.methods import METHODS
 from fedapps.results.report import Run, group_runs
 from fedapps.results.series import Series, accuracy_series, train_loss
@@ -316,7 +316,7 @@ def _figure(panels: int, *, rows: int = 1, sharey: bool = False) -> tuple[Figure
         from matplotlib.figure import Figure as NewFigure
     except ImportError as error:
         raise FedAppsError(
-            explain("figures", expected="matplotlib", got=str(error), do="pip install 'fedapps[plots]'")
+            "figures", expected="matplotlib", got=str(error), do="pip install 'fedapps[plots]'"
         ) from error
     figure = NewFigure(figsize=(4.2 * panels + 0.6, 3.3 * rows + 0.6), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -389,7 +389,7 @@ def _logarithmic(axis: Axes, text: str, write: Callable[[float], str]) -> None:
 def _nothing_to_draw(runs: Sequence[Run]) -> FedAppsError:
     where = ", ".join(str(run.path) for run in runs) or "figure"
     do = "wait for the first evaluation, or set evaluate-every"
-    return FedAppsError(explain(where, expected="rows with metrics to draw", got="none", do=do))
+    return FedAppsError(where, expected="rows with metrics to draw", got="none", do=do)
 
 
 def _finish(figure: Figure, path: Path) -> None:

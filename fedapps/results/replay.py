@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fedapps.errors import explain
 from fedapps.results.storage import load_arrays, save_arrays
 from fedapps.zeroth_order.errors import JournalError
 from fedapps.zeroth_order.journal import Journal
@@ -100,7 +99,7 @@ def advance(replica: Replica, journal: Journal, last: int | None, where: str) ->
     """
     if last is not None and not 0 <= last <= journal.through:
         expected, do = f"a round from 0 to {journal.through}, the last of the journal", "choose another --round"
-        raise JournalError(explain(where, expected=expected, got=str(last), do=do))
+        raise JournalError(where, expected=expected, got=str(last), do=do)
     replica.advance(journal.slice(0, last))
 
 
@@ -128,13 +127,13 @@ def _open(journal: Path, base: Path) -> tuple[Journal, dict[str, np.ndarray], Re
     read = Journal.read(journal)
     if not base.is_file():
         do = "give --base the initial.safetensors of the run, or the source of its language model"
-        raise JournalError(explain(str(base), expected="the model before round 1", got="no file", do=do))
+        raise JournalError(str(base), expected="the model before round 1", got="no file", do=do)
     arrays = load_arrays(base)
     wanted = [tensor.name for tensor in read.header.layout.tensors]
     missing = [name for name in wanted if name not in arrays]
     if missing:
         got, do = f"no tensor '{missing[0]}'", "use the base model that the journal was written for"
-        raise JournalError(explain(str(base), expected=f"the {len(wanted)} tensors of the journal", got=got, do=do))
+        raise JournalError(str(base), expected=f"the {len(wanted)} tensors of the journal", got=got, do=do)
     theta = {name: arrays[name].copy() for name in wanted}
     layout = layout_of(theta)
     # Another layout is named before a fingerprint is computed over it.

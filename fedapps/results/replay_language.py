@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedapps.errors import explain
 from fedapps.results.replay import advance, confirm
 from fedapps.results.settings_file import from_toml
 from fedapps.results.storage import load_arrays
@@ -182,9 +181,7 @@ def _alpha(journal: Path) -> float:
     path = journal.parent / "settings.toml"
     if not path.is_file():
         do = "copy the settings.toml of the run there, or give --base initial.safetensors for the bare tensors"
-        raise JournalError(
-            explain(str(path), expected="the settings with the scale of the adapters", got="none", do=do)
-        )
+        raise JournalError(str(path), expected="the settings with the scale of the adapters", got="none", do=do)
     task = load_task_of(resolve_settings(from_toml(path.read_text(encoding="utf-8"))))
     return float(task.options["lora-alpha"])
 
@@ -195,13 +192,13 @@ def _start_adapters(journal: Path, theta: dict[str, Any]) -> None:
     path = journal.parent / "initial.safetensors"
     if not path.is_file():
         do = "copy the initial.safetensors of the run there"
-        raise JournalError(explain(str(path), expected="the adapters before round 1", got="no file", do=do))
+        raise JournalError(str(path), expected="the adapters before round 1", got="no file", do=do)
     arrays = load_arrays(path)
     with torch.no_grad():
         for name, parameter in theta.items():
             if name not in arrays or arrays[name].shape != tuple(parameter.shape):
                 do = "use the file of the journal's run"
-                raise JournalError(explain(str(path), expected=f"tensor '{name}'", got="none of its shape", do=do))
+                raise JournalError(str(path), expected=f"tensor '{name}'", got="none of its shape", do=do)
             parameter.copy_(torch.from_numpy(arrays[name]))
 
 

@@ -35,7 +35,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedapps.errors import CheckpointError, explain
+from fedapps.errors import CheckpointError
 from fedapps.results import checkpoint as checkpoints
 from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.settings_file import Scalar, from_toml, to_toml
@@ -67,12 +67,10 @@ class RunFolder:
     def __post_init__(self) -> None:
         if not self.path.is_absolute():
             raise CheckpointError(
-                explain(
-                    "run folder",
-                    expected="an absolute path",
-                    got=repr(str(self.path)),
-                    do="resolve it where it is given: Flower runs the app in another working directory",
-                )
+                "run folder",
+                expected="an absolute path",
+                got=repr(str(self.path)),
+                do="resolve it where it is given: Flower runs the app in another working directory",
             )
 
     @classmethod
@@ -117,12 +115,10 @@ class RunFolder:
         folder = cls(path)
         if folder.settings_path.exists() or (path.exists() and not path.is_dir()):
             raise CheckpointError(
-                explain(
-                    f"run folder {path}",
-                    expected="a new or empty folder",
-                    got="a file" if path.is_file() else "a folder that holds a run",
-                    do="choose another one, or resume that run",
-                )
+                f"run folder {path}",
+                expected="a new or empty folder",
+                got="a file" if path.is_file() else "a folder that holds a run",
+                do="choose another one, or resume that run",
             )
         path.mkdir(parents=True, exist_ok=True)
         return folder
@@ -143,12 +139,10 @@ class RunFolder:
         folder = cls(path.absolute())
         if not folder.settings_path.is_file():
             raise CheckpointError(
-                explain(
-                    f"run folder {path}",
-                    expected="a folder with settings.toml",
-                    got="a folder without it" if path.is_dir() else "no such folder",
-                    do="give the folder of a run, which has the time of its start in its name",
-                )
+                f"run folder {path}",
+                expected="a folder with settings.toml",
+                got="a folder without it" if path.is_dir() else "no such folder",
+                do="give the folder of a run, which has the time of its start in its name",
             )
         return folder
 
@@ -218,7 +212,7 @@ class RunFolder:
             return from_toml(self.settings_path.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise CheckpointError(
-                explain(str(self.settings_path), expected="TOML", got=str(error), do="restore the file")
+                str(self.settings_path), expected="TOML", got=str(error), do="restore the file"
             ) from error
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
@@ -349,7 +343,7 @@ class RunFolder:
         if not self.model_path.exists():
             do = "resume the run to its end, or read the arrays of its checkpoint"
             raise CheckpointError(
-                explain(str(self.path), expected="model.safetensors", got="a run without a final model", do=do)
+                str(self.path), expected="model.safetensors", got="a run without a final model", do=do
             )
         return load_arrays(self.model_path)
 
@@ -389,10 +383,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(
-            explain(str(path), expected="a JSON object", got=str(error), do="restore or remove it")
-        ) from error
+        raise CheckpointError(str(path), expected="a JSON object", got=str(error), do="restore or remove it") from error
     if not isinstance(value, dict):
         do = "restore or remove it"
-        raise CheckpointError(explain(str(path), expected="a JSON object", got=type(value).__name__, do=do))
+        raise CheckpointError(str(path), expected="a JSON object", got=type(value).__name__, do=do)
     return value

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from fedapps.errors import CheckpointError, explain
+from fedapps.errors import CheckpointError
 
 Scalar = int | float | bool | str
 
@@ -36,21 +36,17 @@ def _check(key: str, value: object, settings: Mapping[str, Scalar]) -> None:
     tables = [key[:place] for place, letter in enumerate(key) if letter == "."]
     if not all(key.split(".")) or any(table in settings for table in tables):
         raise CheckpointError(
-            explain(
-                f"setting {key!r}",
-                expected="a dotted key without empty parts, none of whose tables is a setting itself",
-                got=repr(key),
-                do="rename it",
-            )
+            f"setting {key!r}",
+            expected="a dotted key without empty parts, none of whose tables is a setting itself",
+            got=repr(key),
+            do="rename it",
         )
     if not isinstance(value, int | float | bool | str):
         raise CheckpointError(
-            explain(
-                f"setting {key!r}",
-                expected="an int, float, bool or str",
-                got=type(value).__name__,
-                do="write lists as comma strings and an absent value as ''",
-            )
+            f"setting {key!r}",
+            expected="an int, float, bool or str",
+            got=type(value).__name__,
+            do="write lists as comma strings and an absent value as ''",
         )
 
 

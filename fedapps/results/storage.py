@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedapps.errors import CheckpointError, explain
+from fedapps.errors import CheckpointError
 
 Row = dict[str, Any]
 """One line of ``metrics.jsonl`` or ``ledger.jsonl``."""
@@ -162,7 +162,7 @@ def read_lines(path: Path) -> list[tuple[str, Row]]:
 
 def _not_a_row(path: Path, number: int, got: str) -> CheckpointError:
     return CheckpointError(
-        explain(f"{path}, line {number}", expected="a JSON object", got=got, do="remove the line or restore the file")
+        f"{path}, line {number}", expected="a JSON object", got=got, do="remove the line or restore the file"
     )
 
 
@@ -183,19 +183,17 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     except SafetensorError as error:
         size = sum(array.nbytes for array in plain.values())
         expected, do = f"to write {size} bytes", "make room, or choose a folder that can be written"
-        raise CheckpointError(explain(str(path), expected=expected, got=str(error), do=do)) from error
+        raise CheckpointError(str(path), expected=expected, got=str(error), do=do) from error
 
 
 def _plain(name: str, array: np.ndarray) -> np.ndarray:
     array = np.asarray(array)
     if array.dtype.kind not in _PLAIN_KINDS:
         raise CheckpointError(
-            explain(
-                f"array '{name}'",
-                expected="a boolean, integer, floating or complex dtype",
-                got=str(array.dtype),
-                do="convert it, or keep it in the JSON state",
-            )
+            f"array '{name}'",
+            expected="a boolean, integer, floating or complex dtype",
+            got=str(array.dtype),
+            do="convert it, or keep it in the JSON state",
         )
     # safetensors writes the memory as it lies: Fortran order would be garbled in silence.
     return np.asarray(array, order="C")
@@ -219,4 +217,4 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
     except SafetensorError as error:
         do = "take a whole copy of it; it may have been cut off"
-        raise CheckpointError(explain(str(path), expected="a safetensors file", got=str(error), do=do)) from error
+        raise CheckpointError(str(path), expected="a safetensors file", got=str(error), do=do) from error

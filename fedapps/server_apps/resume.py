@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedapps.errors import CheckpointError, explain
+from fedapps.errors import CheckpointError
 from fedapps.methods import Method
 from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.run_folder import RunFolder
@@ -40,30 +40,24 @@ def load_checkpoint(folder: RunFolder, settings: Settings, method: Method) -> Ch
     )
     if changed:
         raise CheckpointError(
-            explain(
-                f"resume of {folder.path}",
-                expected="the settings of the run",
-                got=", ".join(f"{k} = {now.get(k)!r} where it was {before.get(k)!r}" for k in changed[:5]),
-                do="leave them as they were, or start a new run",
-            )
+            f"resume of {folder.path}",
+            expected="the settings of the run",
+            got=", ".join(f"{k} = {now.get(k)!r} where it was {before.get(k)!r}" for k in changed[:5]),
+            do="leave them as they were, or start a new run",
         )
     total = settings.num_server_rounds
     if settings.lr_schedule == "cosine" and total != before["num-server-rounds"]:
         raise CheckpointError(
-            explain(
-                f"resume of {folder.path}",
-                expected=f"num-server-rounds = {before['num-server-rounds']}, since the cosine schedule runs over it",
-                got=str(total),
-                do="keep the total, or use another schedule from the start",
-            )
+            f"resume of {folder.path}",
+            expected=f"num-server-rounds = {before['num-server-rounds']}, since the cosine schedule runs over it",
+            got=str(total),
+            do="keep the total, or use another schedule from the start",
         )
     if checkpoint.server_round >= total:
         raise CheckpointError(
-            explain(
-                f"resume of {folder.path}",
-                expected=f"more than {checkpoint.server_round} rounds, since those are done",
-                got=f"num-server-rounds = {total} (it is the total)",
-                do="raise --rounds",
-            )
+            f"resume of {folder.path}",
+            expected=f"more than {checkpoint.server_round} rounds, since those are done",
+            got=f"num-server-rounds = {total} (it is the total)",
+            do="raise --rounds",
         )
     return checkpoint

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from fedapps.compute import choose_device
-from fedapps.errors import CheckpointError, RoundFailedError, explain
+from fedapps.errors import CheckpointError, RoundFailedError
 from fedapps.methods import Method, get_method
 from fedapps.records import Arrays, pack_arrays
 from fedapps.results.checkpoint import Checkpoint
@@ -176,12 +176,10 @@ def _take_back_arrays(state: _Run, checkpoint: Checkpoint) -> None:
     if shapes:
         name = next(iter(shapes))
         raise CheckpointError(
-            explain(
-                f"resume of {state.folder.path}, tensor '{name}'",
-                expected="the model of the checkpoint",
-                got="another one from the task",
-                do="resume with the task and model that the run was started with",
-            )
+            f"resume of {state.folder.path}, tensor '{name}'",
+            expected="the model of the checkpoint",
+            got="another one from the task",
+            do="resume with the task and model that the run was started with",
         )
     state.arrays = {name: checkpoint.arrays[name] for name in state.arrays}
 
@@ -228,12 +226,10 @@ def _check_partitions(state: _Run) -> None:
             logger.info("%s: %s", how, ", ".join(names) or "nothing")
     elif now != state.num_partitions:
         raise CheckpointError(
-            explain(
-                f"resume of {state.folder.path}",
-                expected=f"{state.num_partitions} clients as before",
-                got=f"{now} clients (num-partitions of the nodes)",
-                do="start as many clients as the run had",
-            )
+            f"resume of {state.folder.path}",
+            expected=f"{state.num_partitions} clients as before",
+            got=f"{now} clients (num-partitions of the nodes)",
+            do="start as many clients as the run had",
         )
 
 
@@ -252,12 +248,10 @@ def _check_model(arrays: Arrays, server_round: int) -> None:
     for name, value in arrays.items():
         if np.issubdtype(value.dtype, np.inexact) and not np.isfinite(value).all():
             raise RoundFailedError(
-                explain(
-                    f"round {server_round}, model tensor '{name}'",
-                    expected="finite numbers after aggregation",
-                    got="NaN or infinity",
-                    do="lower the learning rate or raise the damping; --resume goes on from the last good round",
-                )
+                f"round {server_round}, model tensor '{name}'",
+                expected="finite numbers after aggregation",
+                got="NaN or infinity",
+                do="lower the learning rate or raise the damping; --resume goes on from the last good round",
             )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedapps import __version__
-from fedapps.errors import LaunchError, explain
+from fedapps.errors import LaunchError
 from fedapps.settings import Scalar
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -100,4 +100,4 @@ def _toml(key: str, value: object) -> str:
 
 
 def _refusal(key: str, expected: str, got: str, do: str) -> LaunchError:
-    return LaunchError(explain(f"setting '{key}'", expected=expected, got=got, do=do))
+    return LaunchError(f"setting '{key}'", expected=expected, got=got, do=do)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedapps.errors import LaunchError, explain
+from fedapps.errors import LaunchError
 from fedapps.simulation.flower_environment import flower_program
 
 _CALL_SECONDS = 120.0
@@ -151,12 +151,10 @@ def _answer(command: str, process: subprocess.Popen[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         process.kill()
         raise LaunchError(
-            explain(
-                where,
-                expected=f"an answer within {_CALL_SECONDS:.0f} s",
-                got="none",
-                do="check that the SuperLink can be reached",
-            )
+            where,
+            expected=f"an answer within {_CALL_SECONDS:.0f} s",
+            got="none",
+            do="check that the SuperLink can be reached",
         ) from None
     answer: dict[str, Any] = {}
     with suppress(json.JSONDecodeError):
@@ -165,10 +163,8 @@ def _answer(command: str, process: subprocess.Popen[str]) -> dict[str, Any]:
         return answer
     text = answer.get("error-message") or f"{out}\n{err}"
     raise LaunchError(
-        explain(
-            where,
-            expected="success",
-            got=f"exit code {process.returncode}",
-            do="Flower says:\n" + "\n".join(text.strip().splitlines()[-_LAST_LINES:]),
-        )
+        where,
+        expected="success",
+        got=f"exit code {process.returncode}",
+        do="Flower says:\n" + "\n".join(text.strip().splitlines()[-_LAST_LINES:]),
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fedapps.errors import LaunchError, explain
+from fedapps.errors import LaunchError
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -34,12 +34,10 @@ def flower_program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
         raise LaunchError(
-            explain(
-                f"command '{name}'",
-                expected=f"an installed Flower beside {sys.executable}",
-                got="no such command",
-                do="install it with: pip install 'flwr>=1.42,<2'",
-            )
+            f"command '{name}'",
+            expected=f"an installed Flower beside {sys.executable}",
+            got="no such command",
+            do="install it with: pip install 'flwr>=1.42,<2'",
         )
     return found
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from subprocess import TimeoutExpired
 
-from fedapps.errors import LaunchError, explain
+from fedapps.errors import LaunchError
 from fedapps.settings import Scalar
 from fedapps.simulation.app_folder import Components, write_app_folder
 from fedapps.simulation.flower_cli import FlowerCli, RunInfo
@@ -184,12 +184,10 @@ def _outcome(run_id: str, info: RunInfo, log_path: Path) -> Outcome:
 def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise LaunchError(
-            explain(
-                "simulation engine",
-                expected="an installed Ray",
-                got="no package 'ray'",
-                do="install it with: pip install 'fedapps[simulation]'",
-            )
+            "simulation engine",
+            expected="an installed Ray",
+            got="no package 'ray'",
+            do="install it with: pip install 'fedapps[simulation]'",
         )
 
 
@@ -219,12 +217,10 @@ def _require_connection(name: str, environment: Mapping[str, str]) -> None:
     if name not in remote:
         known = ", ".join(sorted(remote)) or "none with an address of its own"
         raise LaunchError(
-            explain(
-                f"SuperLink connection '{name}'",
-                expected=f"one of the connections in {path}",
-                got=f"a name that is not among them ({known})",
-                do=f"add [superlink.{name}] with the SuperLink's address to that file",
-            )
+            f"SuperLink connection '{name}'",
+            expected=f"one of the connections in {path}",
+            got=f"a name that is not among them ({known})",
+            do=f"add [superlink.{name}] with the SuperLink's address to that file",
         )
 
 

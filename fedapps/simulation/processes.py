@@ -88,9 +88,7 @@ class Service:
     def folder(self) -> Path:
         """Its temporary folder, removed when it stops."""
         if self._folder is None:
-            raise LaunchError(
-                explain(self._program, expected="a service that was started", got="none", do="call `start` first")
-            )
+            raise LaunchError(self._program, expected="a service that was started", got="none", do="call `start` first")
         return self._folder
 
     @property
@@ -331,12 +329,10 @@ def _quoted(key: str, value: Scalar) -> str:
         return repr(value)
     if "'" in value or "\n" in value:
         raise LaunchError(
-            explain(
-                f"node-config '{key}'",
-                expected="text without apostrophes and line ends",
-                got=repr(value),
-                do="Flower's command line cannot carry them; choose another value",
-            )
+            f"node-config '{key}'",
+            expected="text without apostrophes and line ends",
+            got=repr(value),
+            do="Flower's command line cannot carry them; choose another value",
         )
     return f"'{value}'"
 

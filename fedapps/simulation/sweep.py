@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.methods import get_method, resolve_settings
 from fedapps.results.personal import Gains, PersonalRow, client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains
@@ -240,7 +240,7 @@ def _same_clients(path: Path, num_clients: int) -> None:
     first = path.read_text().strip() if path.exists() else str(num_clients)
     if first != str(num_clients):
         where, do = f"comparison {path.parent}", f"pass --clients {first}, or start another comparison"
-        raise SettingsError(explain(where, expected=f"{first} clients, as before", got=str(num_clients), do=do))
+        raise SettingsError(where, expected=f"{first} clients, as before", got=str(num_clients), do=do)
     path.write_text(f"{num_clients}\n")
 
 

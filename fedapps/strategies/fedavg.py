@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import (
     ARRAYS,
     METRICS,
@@ -117,12 +117,10 @@ class FlowerStrategyMixin(RoundMixin):
             self._buffers = start_mean(buffers)
         elif buffers.keys() != self._buffers.names:
             raise MessageError(
-                explain(
-                    reply.where,
-                    expected=f"the buffers {sorted(self._buffers.names)} as from the other clients",
-                    got=str(sorted(buffers)),
-                    do="build the same model on every client",
-                )
+                reply.where,
+                expected=f"the buffers {sorted(self._buffers.names)} as from the other clients",
+                got=str(sorted(buffers)),
+                do="build the same model on every client",
             )
         add_mean(self._buffers, weight, buffers, where=reply.where)
         content = RecordDict({ARRAYS: pack_arrays(trainable), METRICS: MetricRecord({NUM_EXAMPLES: weight})})

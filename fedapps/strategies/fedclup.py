@@ -27,7 +27,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.errors import MessageError, RosterError, explain
+from fedapps.errors import MessageError, RosterError
 from fedapps.personal_settings import pulled_step
 from fedapps.personalization.choose_lambda import ChoiceConfig, Rule, choose_lambda
 from fedapps.personalization.fedclup import (
@@ -262,12 +262,10 @@ class FedCLUP(RoundMixin, Strategy):
         current = self._round or self._start(names, reply)
         if names != current.names:
             raise MessageError(
-                explain(
-                    f"{reply.where}, personal tensors",
-                    expected=f"{list(current.names)} as from the other clients",
-                    got=str(list(names)),
-                    do="build the same model on every client",
-                )
+                f"{reply.where}, personal tensors",
+                expected=f"{list(current.names)} as from the other clients",
+                got=str(list(names)),
+                do="build the same model on every client",
             )
         fit = _read_fit(reply) if self.choosing else None
         add_mean(current.shared, self.options.weight(reply.num_examples), _others(reply, names), where=reply.where)
@@ -299,12 +297,10 @@ class FedCLUP(RoundMixin, Strategy):
         facts = self.roster.facts
         if partition not in facts:
             raise RosterError(
-                explain(
-                    "FedCLUP, weights of the clients",
-                    expected="the number of examples of every client, from its answer to the query",
-                    got=f"no answer from client {partition}",
-                    do="use fedapps.client_apps on every node",
-                )
+                "FedCLUP, weights of the clients",
+                expected="the number of examples of every client, from its answer to the query",
+                got=f"no answer from client {partition}",
+                do="use fedapps.client_apps on every node",
             )
         return self.options.weight(facts[partition].num_examples) / sum(
             self.options.weight(facts[p].num_examples) for p in sorted(facts)
@@ -444,12 +440,10 @@ def _read_fit(reply: Reply) -> LocalFit:
     missing = [name for name in (FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE) if name not in reply.metrics]
     if missing:
         raise MessageError(
-            explain(
-                f"{reply.where}, metrics",
-                expected="the scalars of a local fit",
-                got=f"none called {', '.join(missing)}",
-                do="use the same version of fedapps on both ends",
-            )
+            f"{reply.where}, metrics",
+            expected="the scalars of a local fit",
+            got=f"none called {', '.join(missing)}",
+            do="use the same version of fedapps on both ends",
         )
     return LocalFit(
         reply.num_examples,

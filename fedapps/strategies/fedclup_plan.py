@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.settings import Scalar
 
 FIT_DISTANCE2 = "fit-distance2"
@@ -75,10 +75,8 @@ class RoundPlan:
             )
         except KeyError as error:
             raise MessageError(
-                explain(
-                    f"server's message, entry {error}",
-                    expected="what FedCLUP's strategy sends",
-                    got="nothing",
-                    do="use fedapps.strategies.FedCLUP of the same version on the server",
-                )
+                f"server's message, entry {error}",
+                expected="what FedCLUP's strategy sends",
+                got="nothing",
+                do="use fedapps.strategies.FedCLUP of the same version on the server",
             ) from error

@@ -33,7 +33,7 @@ from fedapps.curvature.mixing import (
     start_mean,
 )
 from fedapps.curvature.packing import scaled_identity
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import CURVATURE, FACTORS, LAYOUT, PRODUCTS, WIRE, Arrays, Reply, check_complete, unpack_arrays
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
@@ -129,12 +129,10 @@ class FedPM(RoundMixin, Strategy):
     def _check_layout(self, layout: Layout, where: str) -> None:
         if len(set(layout.preconditioned)) < len(layout.preconditioned):
             raise MessageError(
-                explain(
-                    f"{where}, layout",
-                    expected="every parameter in one block",
-                    got=", ".join(layout.preconditioned),
-                    do="leave tied parameters out of all blocks",
-                )
+                f"{where}, layout",
+                expected="every parameter in one block",
+                got=", ".join(layout.preconditioned),
+                do="leave tied parameters out of all blocks",
             )
         covered = {name: layer for layer, sums in self._layers.items() for name in sums.spec.parameters}
         for spec in layout.blocks:
@@ -143,12 +141,10 @@ class FedPM(RoundMixin, Strategy):
                 known.add(self._layers[spec.layer].spec)
             for other in known - {spec}:
                 raise MessageError(
-                    explain(
-                        f"{spec.where(where)}, layout",
-                        expected=f"{_describe(other)} as from the other clients",
-                        got=_describe(spec),
-                        do="build the same model on every client, with the same settings",
-                    )
+                    f"{spec.where(where)}, layout",
+                    expected=f"{_describe(other)} as from the other clients",
+                    got=_describe(spec),
+                    do="build the same model on every client, with the same settings",
                 )
 
     def _add_block(self, block: Block, weight: float, reply: Reply) -> None:
@@ -250,12 +246,10 @@ def _layout_record(reply: Reply) -> ConfigRecord:
     record = reply.content.get(LAYOUT)
     if not isinstance(record, ConfigRecord) or LAYOUT not in record:
         raise MessageError(
-            explain(
-                reply.where,
-                expected=f"a record '{LAYOUT}' that says which parameters its blocks cover",
-                got=", ".join(reply.content) or "no record",
-                do="reply with fedapps.client_apps.second_order.fedpm_reply",
-            )
+            reply.where,
+            expected=f"a record '{LAYOUT}' that says which parameters its blocks cover",
+            got=", ".join(reply.content) or "no record",
+            do="reply with fedapps.client_apps.second_order.fedpm_reply",
         )
     return record
 
@@ -267,12 +261,10 @@ def _read_blocks(reply: Reply, layout: Layout) -> list[Block]:
     for record, held in ((CURVATURE, curvature), (PRODUCTS, products)):
         if list(held) != layers:
             raise MessageError(
-                explain(
-                    f"{reply.where}, record '{record}'",
-                    expected=f"the layers {layers} of its layout",
-                    got=str(list(held)),
-                    do="send P and M of every block, in the order of the layout",
-                )
+                f"{reply.where}, record '{record}'",
+                expected=f"the layers {layers} of its layout",
+                got=str(list(held)),
+                do="send P and M of every block, in the order of the layout",
             )
     tags = _layout_record(reply)
     factors = _factor_rows(tags, layers, reply.where)
@@ -295,12 +287,10 @@ def _factor_rows(tags: ConfigRecord, layers: list[str], where: str) -> Mapping[s
             raise ValueError("an unknown layer or a number of rows that is not positive")
     except (ValueError, AttributeError) as problem:
         raise MessageError(
-            explain(
-                f"{where}, entry '{FACTORS}' of record '{LAYOUT}'",
-                expected="JSON that maps layers of the layout to numbers of rows",
-                got=f"{text!r} ({problem})",
-                do="run the same fedapps version on both ends",
-            )
+            f"{where}, entry '{FACTORS}' of record '{LAYOUT}'",
+            expected="JSON that maps layers of the layout to numbers of rows",
+            got=f"{text!r} ({problem})",
+            do="run the same fedapps version on both ends",
         ) from problem
     return factors
 
@@ -309,10 +299,8 @@ def _check_dtype(block: Block, wire: WireDtype | None, where: str) -> None:
     kinds = ("u2",) if wire and not block.is_identity else ("f4", "f8")
     if block.curvature.dtype.str[1:] not in kinds or block.product.dtype.str[1:] not in ("f4", "f8"):
         raise MessageError(
-            explain(
-                block.spec.where(where),
-                expected=f"P in {'bfloat16 patterns (uint16)' if 'u2' in kinds else 'float32 or float64'}, M in floats",
-                got=f"{block.curvature.dtype} and {block.product.dtype}",
-                do="reply with fedapps.client_apps.second_order.fedpm_reply",
-            )
+            block.spec.where(where),
+            expected=f"P in {'bfloat16 patterns (uint16)' if 'u2' in kinds else 'float32 or float64'}, M in floats",
+            got=f"{block.curvature.dtype} and {block.product.dtype}",
+            do="reply with fedapps.client_apps.second_order.fedpm_reply",
         )

@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import (
     ARRAYS,
     CONFIG,
@@ -209,7 +209,7 @@ class HiSo(RoundMixin, Strategy):
         lr = config.get("lr")
         if not isinstance(lr, int | float):
             do = "pass train_config=ConfigRecord({'lr': ...}) to the strategy's start"
-            raise MessageError(explain("train config, entry 'lr'", expected="a number", got=repr(lr), do=do))
+            raise MessageError("train config, entry 'lr'", expected="a number", got=repr(lr), do=do)
         if self.kept is None:
             self.open_journal(unpack_arrays(RecordDict({ARRAYS: arrays}), ARRAYS, "server"))
         self._lr, self._config, self._resends, self._out_again = float(lr), config, {}, []
@@ -292,7 +292,7 @@ class HiSo(RoundMixin, Strategy):
         if None not in (expected, found) and found != expected:
             do = "the client rebuilds its replica at its next message"
             where = f"{reply.where}, fingerprint"
-            raise MessageError(explain(where, expected=str(expected)[:16], got=str(found)[:16], do=do))
+            raise MessageError(where, expected=str(expected)[:16], got=str(found)[:16], do=do)
 
     def finish(self) -> Arrays:
         """Aggregate; the round is written into the journal by `settle`.

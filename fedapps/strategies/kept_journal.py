@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedapps.errors import CheckpointError, explain
+from fedapps.errors import CheckpointError
 from fedapps.records import Arrays
 from fedapps.zeroth_order.journal import BaseModel, Header, Journal, JournalFile, Slice
 from fedapps.zeroth_order.layout import fingerprint, layout_of
@@ -144,10 +144,8 @@ def _read_only(array: object) -> np.ndarray:
 def _check_resumed(journal: Journal, scheme: Scheme, records: int, path: Path) -> None:
     if journal.header.scheme != scheme or len(journal.records) != records:
         raise CheckpointError(
-            explain(
-                str(path),
-                expected=f"{records} rounds of {scheme}",
-                got=f"{len(journal.records)} of {journal.header.scheme}",
-                do="restore the journal that belongs to the checkpoint",
-            )
+            str(path),
+            expected=f"{records} rounds of {scheme}",
+            got=f"{len(journal.records)} of {journal.header.scheme}",
+            do="restore the journal that belongs to the checkpoint",
         )

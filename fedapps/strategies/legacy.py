@@ -28,7 +28,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
-from fedapps.errors import MessageError, RosterError, explain
+from fedapps.errors import MessageError, RosterError
 from fedapps.records import METRICS, NUM_EXAMPLES, SERVER_ROUND, Arrays, pack_arrays
 from fedapps.strategies.options import sample_partitions
 from fedapps.strategies.rounds import RoundMixin, mean_metrics
@@ -82,12 +82,10 @@ def from_fit_result(arrays: NDArrays, num_examples: int, metrics: Mapping[str, S
             raise ValueError(f"{len(arrays)} arrays for {len(names)} names")
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(
-            explain(
-                where,
-                expected=f"metrics with '{FORM}', one name for each array",
-                got=f"{sorted(metrics)} ({error})",
-                do="return fedapps.strategies.legacy.to_fit_result(...) from fit",
-            )
+            where,
+            expected=f"metrics with '{FORM}', one name for each array",
+            got=f"{sorted(metrics)} ({error})",
+            do="return fedapps.strategies.legacy.to_fit_result(...) from fit",
         ) from error
     records: dict[str, Arrays] = {record: {} for record in form["records"]}
     for (record, name), array in zip(names, arrays, strict=True):
@@ -160,12 +158,10 @@ class LegacyStrategy(Strategy):
         wanted = options.num_clients or 2
         if not client_manager.wait_for(wanted, timeout=int(options.node_wait)):
             raise RosterError(
-                explain(
-                    "clients",
-                    expected=f"at least {wanted}",
-                    got=f"{client_manager.num_available()} after {options.node_wait:g} s",
-                    do="start more clients or raise node_wait",
-                )
+                "clients",
+                expected=f"at least {wanted}",
+                got=f"{client_manager.num_available()} after {options.node_wait:g} s",
+                do="start more clients or raise node_wait",
             )
         clients = sorted(client_manager.all().values(), key=lambda client: client.cid)
         self._partitions = {client.cid: partition for partition, client in enumerate(clients)}

@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedapps.curvature.line_search import along, choose_step
 from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import (
     ARRAYS,
     CONFIG,
@@ -293,11 +293,9 @@ def read_losses(content: RecordDict, num_steps: int, where: str) -> list[float]:
         or not np.isfinite(losses[0])
     ):
         raise MessageError(
-            explain(
-                f"{where}, entry '{LOSSES}' of record '{LINE_SEARCH}'",
-                expected=f"{num_steps + 1} numbers, the first finite",
-                got=repr(losses)[:200],
-                do="reply with fedapps.client_apps.second_order.losses_along",
-            )
+            f"{where}, entry '{LOSSES}' of record '{LINE_SEARCH}'",
+            expected=f"{num_steps + 1} numbers, the first finite",
+            got=repr(losses)[:200],
+            do="reply with fedapps.client_apps.second_order.losses_along",
         )
     return [float(loss) for loss in losses]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import Arrays, Reply
 from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.rounds import RoundMixin
@@ -55,12 +55,10 @@ class LocalTrain(RoundMixin, Strategy):
         """
         if reply.arrays or reply.buffers:
             raise MessageError(
-                explain(
-                    reply.where,
-                    expected="metrics only",
-                    got=f"{len(reply.arrays) + len(reply.buffers)} tensors",
-                    do="use fedapps.client_apps.personalized.train_localtrain",
-                )
+                reply.where,
+                expected="metrics only",
+                got=f"{len(reply.arrays) + len(reply.buffers)} tensors",
+                do="use fedapps.client_apps.personalized.train_localtrain",
             )
 
     def finish(self) -> Arrays:

@@ -88,7 +88,7 @@ class NodeFacts:
         record = content.get(NODE)
         if not isinstance(record, ConfigRecord):
             raise MessageError(
-                explain(where, expected=f"a record '{NODE}'", got=", ".join(content) or "nothing", do="update the node")
+                where, expected=f"a record '{NODE}'", got=", ".join(content) or "nothing", do="update the node"
             )
         try:
             return cls(
@@ -103,7 +103,7 @@ class NodeFacts:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(
-                explain(where, expected="the facts of a node", got=f"{dict(record)} ({error})", do="update the node")
+                where, expected="the facts of a node", got=f"{dict(record)} ({error})", do="update the node"
             ) from error
 
 
@@ -233,40 +233,32 @@ class Roster:
         where = f"node {node_id} (partition {facts.partition})"
         if facts.version != fedapps.__version__:
             raise RosterError(
-                explain(
-                    where,
-                    expected=f"fedapps {fedapps.__version__} as on the server",
-                    got=f"fedapps {facts.version}",
-                    do="install the same version on every machine",
-                )
+                where,
+                expected=f"fedapps {fedapps.__version__} as on the server",
+                got=f"fedapps {facts.version}",
+                do="install the same version on every machine",
             )
         if self._method and facts.method != self._method:
             raise RosterError(
-                explain(
-                    where,
-                    expected=f"method '{self._method}'",
-                    got=f"'{facts.method}'",
-                    do="start the node's app with the settings of the run",
-                )
+                where,
+                expected=f"method '{self._method}'",
+                got=f"'{facts.method}'",
+                do="start the node's app with the settings of the run",
             )
         if self.kernel and facts.kernel != self.kernel:
             raise RosterError(
-                explain(
-                    f"{where}, kernel",
-                    expected=f"directions with checksum {self.kernel[:16]} as on the server",
-                    got=facts.kernel[:16] or "none",
-                    do="its replica would go astray at the first step: update fedapps, numba or the GPU's software there",
-                )
+                f"{where}, kernel",
+                expected=f"directions with checksum {self.kernel[:16]} as on the server",
+                got=facts.kernel[:16] or "none",
+                do="its replica would go astray at the first step: update fedapps, numba or the GPU's software there",
             )
         agreed = next((other.num_partitions for other in self.facts.values()), facts.num_partitions)
         if facts.num_partitions != agreed or not 0 <= facts.partition < facts.num_partitions:
             raise RosterError(
-                explain(
-                    where,
-                    expected=f"a partition of {agreed}",
-                    got=f"partition-id={facts.partition} num-partitions={facts.num_partitions}",
-                    do="give every node the same num-partitions and its own partition-id below it",
-                )
+                where,
+                expected=f"a partition of {agreed}",
+                got=f"partition-id={facts.partition} num-partitions={facts.num_partitions}",
+                do="give every node the same num-partitions and its own partition-id below it",
             )
 
     def _complete(self) -> bool:

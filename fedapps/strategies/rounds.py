@@ -17,7 +17,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedapps.errors import CurvatureError, MessageError, RoundFailedError, TaskError, explain
+from fedapps.errors import CurvatureError, MessageError, RoundFailedError, TaskError
 from fedapps.personalization.proximal import unstable_step
 from fedapps.records import (
     ARRAYS,
@@ -236,13 +236,11 @@ class RoundMixin:
         name = next((name for name, value in arrays.items() if value.dtype == np.uint16), None)
         if name is not None:
             raise TaskError(
-                explain(
-                    f"{type(self).__name__}, model tensor '{name}'",
-                    expected="numbers that can be averaged, such as float32",
-                    got="bfloat16",
-                    do="use float32 (dtype in task-options of a language task), train adapters (lora-rank), or take a "
-                    "scalar-only method",
-                )
+                f"{type(self).__name__}, model tensor '{name}'",
+                expected="numbers that can be averaged, such as float32",
+                got="bfloat16",
+                do="use float32 (dtype in task-options of a language task), train adapters (lora-rank), or take a "
+                "scalar-only method",
             )
 
     def begin_round(self, server_round: int, arrays: Arrays, sampled: Iterable[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fedapps.errors import SettingsError, explain
+from fedapps.errors import SettingsError
 from fedapps.settings import Settings
 from fedapps.zeroth_order.aggregate import Aggregation
 from fedapps.zeroth_order.directions import Distribution
@@ -78,12 +78,10 @@ class ScalarOptions:
         """
         if settings.local_steps == 0:
             raise SettingsError(
-                explain(
-                    "setting 'local-steps'",
-                    expected="at least 1: all clients of a scalar-only method take the same number of steps",
-                    got="0 (which counts local-epochs)",
-                    do="say how many",
-                )
+                "setting 'local-steps'",
+                expected="at least 1: all clients of a scalar-only method take the same number of steps",
+                got="0 (which counts local-epochs)",
+                do="say how many",
             )
         own = settings.own
         return cls(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedapps.errors import MessageError, explain
+from fedapps.errors import MessageError
 from fedapps.records import NEED_FROM, SCALARS, SERVER_ROUND, Reply
 from fedapps.zeroth_order.errors import ScalarError
 from fedapps.zeroth_order.scheme import Scalars, check_scalars
@@ -36,10 +36,10 @@ def read_scalars(reply: Reply, server_round: int, shape: tuple[int, int]) -> Sca
         need = need_of(reply.content)
         got = ", ".join(reply.content) if need is None else f"that it lacks the journal from round {need}"
         do = "use fedapps.client_apps.zeroth_order.train"
-        raise MessageError(explain(reply.where, expected=f"'values' in record '{SCALARS}'", got=got, do=do))
+        raise MessageError(reply.where, expected=f"'values' in record '{SCALARS}'", got=got, do=do)
     if record.get(SERVER_ROUND) != server_round:
         got, do = f"round {record.get(SERVER_ROUND)!r}", "answer the last message only"
-        raise MessageError(explain(reply.where, expected=f"scalars of round {server_round}", got=got, do=do))
+        raise MessageError(reply.where, expected=f"scalars of round {server_round}", got=got, do=do)
     try:
         scalars = unpack_scalars(data, shape[1])
         check_scalars(scalars, where=reply.where, shape=shape)
@@ -47,7 +47,7 @@ def read_scalars(reply: Reply, server_round: int, shape: tuple[int, int]) -> Sca
         raise MessageError(str(problem)) from problem
     except ValueError as problem:
         expected, do = f"{shape[0]} rows of {shape[1]} scalars", "send one scalar a step and probe"
-        raise MessageError(explain(reply.where, expected=expected, got=str(problem), do=do)) from problem
+        raise MessageError(reply.where, expected=expected, got=str(problem), do=do) from problem
     return scalars
 
 

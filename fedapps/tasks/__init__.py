@@ -6,13 +6,12 @@ Importing this package imports neither torch nor scikit-learn; a task's module i
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError, did_you_mean
 from fedapps.tasks.base import ClientData, Data, ServerData, Task, TaskConfig, TaskKind
 from fedapps.tasks.options import Option
 from fedapps.tasks.partitioning import PartitionConfig, PartitionKind
@@ -283,25 +282,20 @@ def task_class(name: str) -> type[Task]:
     row = next((row for row in TASKS if row.name == name), None)
     if row is None and ":" not in name:
         known = [row.name for row in TASKS]
-        near = difflib.get_close_matches(name, known, n=1)
         raise TaskError(
-            explain(
-                f"task '{name}'",
-                expected="one of " + ", ".join(known) + ", or my_pkg.my_mod:MyTask",
-                got="an unknown name",
-                do=f"did you mean '{near[0]}'?" if near else "see `fedapps tasks`",
-            )
+            f"task '{name}'",
+            expected="one of " + ", ".join(known) + ", or my_pkg.my_mod:MyTask",
+            got="an unknown name",
+            do=did_you_mean(name, known, "see `fedapps tasks`"),
         )
     cls = _import(name, row.target if row else name)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if not (isinstance(cls, type) and issubclass(cls, Task)) or missing:
         raise TaskError(
-            explain(
-                f"task '{name}'",
-                expected="a subclass of fedapps.tasks.torch_task.TorchTask or fedapps.tasks.convex_task.ConvexTask",
-                got=f"one that lacks {', '.join(missing)}" if missing else repr(cls),
-                do="see the example in fedapps.tasks.torch_task",
-            )
+            f"task '{name}'",
+            expected="a subclass of fedapps.tasks.torch_task.TorchTask or fedapps.tasks.convex_task.ConvexTask",
+            got=f"one that lacks {', '.join(missing)}" if missing else repr(cls),
+            do="see the example in fedapps.tasks.torch_task",
         )
     return cls
 
@@ -337,21 +331,16 @@ def _import(name: str, target: str) -> Any:
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         advice = "put the folder that holds it on the Python path (PYTHONPATH)" if absent else "correct the module"
         raise TaskError(
-            explain(
-                f"task '{name}'",
-                expected=f"a module '{module_name}' with a class '{attribute}'" if own else "the packages it needs",
-                got=f"{type(error).__name__}: {error}",
-                do=advice if own else "install fedapps[torch]",
-            )
+            f"task '{name}'",
+            expected=f"a module '{module_name}' with a class '{attribute}'" if own else "the packages it needs",
+            got=f"{type(error).__name__}: {error}",
+            do=advice if own else "install fedapps[torch]",
         ) from error
     if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
         raise TaskError(
-            explain(
-                f"task '{name}'",
-                expected=f"a class '{attribute}' in module '{module_name}' ({module.__file__})",
-                got="no such attribute",
-                do=f"did you mean '{near[0]}'?" if near else "name a class that the module defines",
-            )
+            f"task '{name}'",
+            expected=f"a class '{attribute}' in module '{module_name}' ({module.__file__})",
+            got="no such attribute",
+            do=did_you_mean(attribute, dir(module), "name a class that the module defines"),
         )
     return getattr(module, attribute)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.options import Option, resolve_options
 from fedapps.tasks.partitioning import PartitionConfig, PartitionKind, partition_indices
 from fedapps.tasks.split_table import partition_summary, partition_table
@@ -81,7 +81,7 @@ class TaskConfig:
             ("client-validation-fraction + client-test-fraction", own),
         ]:
             if not 0 <= share < 1:
-                raise TaskError(explain(name, expected="a share in [0, 1)", got=f"{share:g}", do="make it smaller"))
+                raise TaskError(name, expected="a share in [0, 1)", got=f"{share:g}", do="make it smaller")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,21 +103,17 @@ class Data:
         for name, array in arrays.items():
             if not hasattr(array, "dtype") or not isinstance(array.dtype, np.dtype) or array.dtype.hasobject:
                 raise TaskError(
-                    explain(
-                        f"data, {name}",
-                        expected="a NumPy array of numbers or of text of fixed width",
-                        got=f"{type(array).__name__} of {getattr(array, 'dtype', 'no dtype')}",
-                        do="convert it, for example with numpy.array(...) or tensor.numpy()",
-                    )
+                    f"data, {name}",
+                    expected="a NumPy array of numbers or of text of fixed width",
+                    got=f"{type(array).__name__} of {getattr(array, 'dtype', 'no dtype')}",
+                    do="convert it, for example with numpy.array(...) or tensor.numpy()",
                 )
             if array.shape[0] != self.targets.shape[0]:
                 raise TaskError(
-                    explain(
-                        f"data, {name}",
-                        expected=f"as many rows as targets, {self.targets.shape[0]}",
-                        got=str(array.shape[0]),
-                        do="give every example one row in each array",
-                    )
+                    f"data, {name}",
+                    expected=f"as many rows as targets, {self.targets.shape[0]}",
+                    got=str(array.shape[0]),
+                    do="give every example one row in each array",
                 )
 
     def __len__(self) -> int:
@@ -288,12 +284,10 @@ class Task(ABC):
         """
         if not 0 <= partition < num_partitions:
             raise TaskError(
-                explain(
-                    f"task '{self.name}', partition {partition}",
-                    expected=f"a partition id in 0..{num_partitions - 1}, since num-partitions is {num_partitions}",
-                    got=str(partition),
-                    do="give every client the same num-partitions and its own partition-id",
-                )
+                f"task '{self.name}', partition {partition}",
+                expected=f"a partition id in 0..{num_partitions - 1}, since num-partitions is {num_partitions}",
+                got=str(partition),
+                do="give every client the same num-partitions and its own partition-id",
             )
         mine = self._pool.take(self._split(num_partitions)[partition])
         generator = stream(Purpose.CLIENT_HOLD_OUT, self.config.seed, num_partitions, partition)
@@ -343,12 +337,10 @@ class Task(ABC):
         train, test = self.load()
         if len(train) == 0:
             raise TaskError(
-                explain(
-                    f"task '{self.name}'",
-                    expected="at least one training example",
-                    got="none",
-                    do="check the data that the task loads",
-                )
+                f"task '{self.name}'",
+                expected="at least one training example",
+                got="none",
+                do="check the data that the task loads",
             )
         return train, test
 

@@ -16,7 +16,7 @@ from scipy.special import expit
 
 from fedapps.curvature.logistic import LogisticRegression
 from fedapps.curvature.newton import Objective
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_gradients
 from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
 from fedapps.tasks.options import Option
@@ -48,12 +48,10 @@ class ConvexTask(Task):
         penalty = self.options["regularisation"]
         if not 0 <= penalty < math.inf:
             raise TaskError(
-                explain(
-                    f"task '{self.name}', option 'regularisation'",
-                    expected="a finite number >= 0",
-                    got=str(penalty),
-                    do="change it in task-options",
-                )
+                f"task '{self.name}', option 'regularisation'",
+                expected="a finite number >= 0",
+                got=str(penalty),
+                do="change it in task-options",
             )
 
     def objective(self, data: Data) -> Objective:
@@ -70,12 +68,10 @@ class ConvexTask(Task):
         """
         if not np.isin(data.targets, (-1, 1)).all():
             raise TaskError(
-                explain(
-                    f"task '{self.name}', targets",
-                    expected="-1 or +1",
-                    got=str(data.targets[~np.isin(data.targets, (-1, 1))][0]),
-                    do="map the two classes to -1 and +1 in load()",
-                )
+                f"task '{self.name}', targets",
+                expected="-1 or +1",
+                got=str(data.targets[~np.isin(data.targets, (-1, 1))][0]),
+                do="map the two classes to -1 and +1 in load()",
             )
         return LogisticRegression(data.inputs, data.targets, self.options["regularisation"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import Data
 from fedapps.tasks.splits import Purpose, hold_out, stream
 from fedapps.tasks.torch_task import TorchTask
@@ -37,12 +37,10 @@ class DigitsTask(TorchTask):
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise TaskError(
-                explain(
-                    "task 'digits'",
-                    expected="scikit-learn, which bundles the images",
-                    got=f"an import error ({error})",
-                    do="install fedapps[torch]",
-                )
+                "task 'digits'",
+                expected="scikit-learn, which bundles the images",
+                got=f"an import error ({error})",
+                do="install fedapps[torch]",
             ) from error
         images, labels = load_digits(return_X_y=True)
         data = Data((images / 16).astype(np.float32).reshape(-1, 1, 8, 8), labels.astype(np.int64))

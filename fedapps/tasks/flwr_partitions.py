@@ -7,7 +7,6 @@ without flwr-datasets, which is loaded (about two seconds) only when one of thes
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError, did_you_mean
 from fedapps.tasks.splits import Indices
 
 if TYPE_CHECKING:
@@ -54,24 +53,19 @@ def column_parts(columns: Mapping[str, NDArray[Any]], num_partitions: int, colum
         TaskError: The column does not exist, or its values are not as many as the clients.
     """
     if column not in columns:
-        near = difflib.get_close_matches(column, list(columns), n=1)
         raise TaskError(
-            explain(
-                f"partition by column '{column}'",
-                expected="one of the columns " + ", ".join(columns) if columns else "a task whose data has columns",
-                got="no such column",
-                do=f"did you mean '{near[0]}'?" if near else "name a column of the task, or choose another partition",
-            )
+            f"partition by column '{column}'",
+            expected="one of the columns " + ", ".join(columns) if columns else "a task whose data has columns",
+            got="no such column",
+            do=did_you_mean(column, columns, "name a column of the task, or choose another partition"),
         )
     values, clients = np.unique(columns[column], return_inverse=True)
     if len(values) != num_partitions:
         raise TaskError(
-            explain(
-                f"partition by column '{column}'",
-                expected=f"{num_partitions} different values, one for each client",
-                got=f"{len(values)} values",
-                do=f"set the number of clients to {len(values)}",
-            )
+            f"partition by column '{column}'",
+            expected=f"{num_partitions} different values, one for each client",
+            got=f"{len(values)} values",
+            do=f"set the number of clients to {len(values)}",
         )
     return _run(_partitioners().NaturalIdPartitioner("label"), clients)
 
@@ -120,22 +114,18 @@ def _check_classes(sizes: Indices, shards_per_class: Indices, num_partitions: in
     where = f"partition with {classes_per_client} classes a client"
     if classes_per_client > num_classes or num_shards < num_classes:
         raise TaskError(
-            explain(
-                where,
-                expected=f"at most {num_classes} classes a client, and at least {num_classes} over all clients so that"
-                " no class is left over",
-                got=f"{num_partitions} clients x {classes_per_client} = {num_shards}",
-                do="change classes-per-client or the number of clients",
-            )
+            where,
+            expected=f"at most {num_classes} classes a client, and at least {num_classes} over all clients so that"
+            " no class is left over",
+            got=f"{num_partitions} clients x {classes_per_client} = {num_shards}",
+            do="change classes-per-client or the number of clients",
         )
     for number in np.flatnonzero(sizes < shards_per_class):
         raise TaskError(
-            explain(
-                f"{where}, class {number} counted from 0 in ascending order",
-                expected=f"at least {shards_per_class[number]} examples, one for each client that has the class",
-                got=f"{sizes[number]}",
-                do="take fewer clients or fewer classes a client",
-            )
+            f"{where}, class {number} counted from 0 in ascending order",
+            expected=f"at least {shards_per_class[number]} examples, one for each client that has the class",
+            got=f"{sizes[number]}",
+            do="take fewer clients or fewer classes a client",
         )
 
 
@@ -157,12 +147,10 @@ def _partitioners() -> Any:
         from flwr_datasets import partitioner
     except ImportError as error:
         raise TaskError(
-            explain(
-                "partition",
-                expected="the package flwr-datasets, which makes the iid, classes and column partitions",
-                got=f"an import error ({error})",
-                do="install fedapps[torch], or choose the dirichlet partition, which does without",
-            )
+            "partition",
+            expected="the package flwr-datasets, which makes the iid, classes and column partitions",
+            got=f"an import error ({error})",
+            do="install fedapps[torch], or choose the dirichlet partition, which does without",
         ) from error
     return partitioner
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import Data
 from fedapps.tasks.compressed import DAMAGED, open_compressed
 
@@ -153,4 +153,4 @@ def _read(path: Path) -> bytes:
 
 def _wrong(where: Path | str, expected: str, got: str) -> TaskError:
     place = f"file {where}" if isinstance(where, Path) else where
-    return TaskError(explain(place, expected=expected, got=got, do="get the file again, or check how it was made"))
+    return TaskError(place, expected=expected, got=got, do="get the file again, or check how it was made")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import DATA_VARIABLE, Data, TaskConfig
 from fedapps.tasks.compressed import find_compressed
 from fedapps.tasks.image_files import checked_images, read_idx_pair, read_npz
@@ -81,12 +81,10 @@ class ImageTask(TorchTask):
         super().__init__(config, name)
         if self.options["model"] not in self.MODELS:
             raise TaskError(
-                explain(
-                    f"task '{self.name}', option 'model'",
-                    expected=f"{', '.join(self.MODELS[:-1])} or {self.MODELS[-1]}",
-                    got=repr(self.options["model"]),
-                    do="change it in task-options",
-                )
+                f"task '{self.name}', option 'model'",
+                expected=f"{', '.join(self.MODELS[:-1])} or {self.MODELS[-1]}",
+                got=repr(self.options["model"]),
+                do="change it in task-options",
             )
 
     @abstractmethod
@@ -163,12 +161,10 @@ class ImageTask(TorchTask):
         wanted = self.options["train-examples"]
         if not 0 <= wanted <= len(train):
             raise TaskError(
-                explain(
-                    f"task '{self.name}', option 'train-examples'",
-                    expected=f"0 (all) to {len(train)}, the training images that there are",
-                    got=str(wanted),
-                    do="change it in task-options",
-                )
+                f"task '{self.name}', option 'train-examples'",
+                expected=f"0 (all) to {len(train)}, the training images that there are",
+                got=str(wanted),
+                do="change it in task-options",
             )
         if wanted in (0, len(train)):
             return train
@@ -193,7 +189,7 @@ class ImageTask(TorchTask):
             import torchvision
         except ImportError as error:
             raise TaskError(
-                explain(f"task '{self.name}'", expected="torchvision", got=str(error), do="install fedapps[torch]")
+                f"task '{self.name}'", expected="torchvision", got=str(error), do="install fedapps[torch]"
             ) from error
         dataset = getattr(torchvision.datasets, self.DATASET)
         given = self.data_dir
@@ -215,10 +211,10 @@ class ImageTask(TorchTask):
         if self.data_dir is None:
             do = f"connect to the network, or put {names} into a folder and set --data-dir or {DATA_VARIABLE} to it"
             return TaskError(
-                explain(f"task '{self.name}'", expected=f"a download of {self.DATASET} by torchvision", got=got, do=do)
+                f"task '{self.name}'", expected=f"a download of {self.DATASET} by torchvision", got=got, do=do
             )
         expected = f"{names} (plain or with .gz, .xz or .bz2), or torchvision's own files, in {self.data_dir}"
-        return TaskError(explain(f"task '{self.name}'", expected=expected, got=got, do=do))
+        return TaskError(f"task '{self.name}'", expected=expected, got=got, do=do)
 
 
 class MnistTask(ImageTask):

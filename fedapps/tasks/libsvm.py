@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import DATA_VARIABLE, Data
 from fedapps.tasks.compressed import find_compressed
 from fedapps.tasks.convex_task import ConvexTask
@@ -72,12 +72,10 @@ class LibsvmTask(ConvexTask):
         wanted = {key: self.options[key] for key in ("file", "test-file")}
         if not wanted["file"]:
             raise TaskError(
-                explain(
-                    f"task '{self.name}', option 'file'",
-                    expected="the name or path of a LIBSVM file",
-                    got="nothing",
-                    do="set task-options='file = \"a9a\"'",
-                )
+                f"task '{self.name}', option 'file'",
+                expected="the name or path of a LIBSVM file",
+                got="nothing",
+                do="set task-options='file = \"a9a\"'",
             )
         return {key: self._find(name) for key, name in wanted.items() if name}
 
@@ -89,12 +87,10 @@ class LibsvmTask(ConvexTask):
             return found
         looked = " and ".join(map(str, places)) or f"no folder, since neither --data-dir nor {DATA_VARIABLE} is set"
         raise TaskError(
-            explain(
-                f"task '{self.name}', file '{name}'",
-                expected="a file of that name, plain or with .gz, .xz or .bz2 appended",
-                got=f"none; looked at {looked}",
-                do=f"download it from {DATASETS_PAGE} and set --data-dir or {DATA_VARIABLE} to its folder",
-            )
+            f"task '{self.name}', file '{name}'",
+            expected="a file of that name, plain or with .gz, .xz or .bz2 appended",
+            got=f"none; looked at {looked}",
+            do=f"download it from {DATASETS_PAGE} and set --data-dir or {DATA_VARIABLE} to its folder",
         )
 
 
@@ -122,12 +118,10 @@ def _two_classes(labels: NDArray[np.float64], path: Path) -> tuple[float, float]
     values, counts = np.unique(labels, return_counts=True)
     if len(values) < 2:
         raise TaskError(
-            explain(
-                f"file {path}",
-                expected="labels of two classes",
-                got=f"the label {values[0]:g} on every line",
-                do="use a file with both classes",
-            )
+            f"file {path}",
+            expected="labels of two classes",
+            got=f"the label {values[0]:g} on every line",
+            do="use a file with both classes",
         )
     low, high = sorted(values[np.argsort(-counts, kind="stable")[:2]])
     return float(low), float(high)
@@ -138,12 +132,10 @@ def _data(content: tuple[csr_array, NDArray[np.float64]], classes: tuple[float, 
     others = np.flatnonzero(~np.isin(labels, classes))
     if len(others):
         raise TaskError(
-            explain(
-                f"file {path}, line {line_of_row(path, int(others[0]))}",
-                expected=f"one of two labels, {classes[0]:g} or {classes[1]:g}",
-                got=f"label {labels[others[0]]:g}",
-                do="logistic regression tells two classes apart: use a binary data set",
-            )
+            f"file {path}, line {line_of_row(path, int(others[0]))}",
+            expected=f"one of two labels, {classes[0]:g} or {classes[1]:g}",
+            got=f"label {labels[others[0]]:g}",
+            do="logistic regression tells two classes apart: use a binary data set",
         )
     wide: Any = csr_array((features.data, features.indices, features.indptr), shape=(len(labels), width))
     return Data(wide, np.where(labels == classes[1], 1.0, -1.0))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.compressed import DAMAGED, open_compressed
 
 
@@ -38,15 +38,13 @@ def read_libsvm(path: Path, num_features: int = 0) -> tuple[csr_array, NDArray[n
         with open_compressed(path) as file:
             features, labels = load(file, n_features=num_features or None, dtype=np.float64, zero_based=False)
     except DAMAGED as error:
-        raise TaskError(
-            explain(f"file {path}", expected="a readable file", got=str(error), do="get it again")
-        ) from error
+        raise TaskError(f"file {path}", expected="a readable file", got=str(error), do="get it again") from error
     except (ValueError, OverflowError) as error:
         _raise_at_line(path, num_features, str(error), error)
     if not (np.isfinite(features.data).all() and np.isfinite(labels).all()):
         _raise_at_line(path, num_features, "a value that is not finite")
     if len(labels) == 0:
-        raise TaskError(explain(f"file {path}", expected="at least one example", got="none", do="check the file"))
+        raise TaskError(f"file {path}", expected="at least one example", got="none", do="check the file")
     return csr_array(features), labels
 
 
@@ -68,12 +66,10 @@ def _sklearn_reader() -> Any:
         from sklearn.datasets import load_svmlight_file
     except ImportError as error:
         raise TaskError(
-            explain(
-                "reading a LIBSVM file",
-                expected="scikit-learn",
-                got=f"an import error ({error})",
-                do="install fedapps[torch]",
-            )
+            "reading a LIBSVM file",
+            expected="scikit-learn",
+            got=f"an import error ({error})",
+            do="install fedapps[torch]",
         ) from error
     return load_svmlight_file
 
@@ -92,14 +88,12 @@ def _raise_at_line(path: Path, num_features: int, reason: str, cause: Exception 
         problem = _problem(tokens, num_features)
         if problem:
             raise TaskError(
-                explain(
-                    f"file {path}, line {number}",
-                    expected="'label index:value ...' with ascending indices from 1",
-                    got=problem,
-                    do="correct the line",
-                )
+                f"file {path}, line {number}",
+                expected="'label index:value ...' with ascending indices from 1",
+                got=problem,
+                do="correct the line",
             ) from cause
-    raise TaskError(explain(f"file {path}", expected="LIBSVM text", got=reason, do="correct the file")) from cause
+    raise TaskError(f"file {path}", expected="LIBSVM text", got=reason, do="correct the file") from cause
 
 
 def _problem(tokens: list[str], num_features: int) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,11 @@ def resolve_options(task: str, known: Mapping[str, Option], given: Mapping[str, 
     """
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
             raise TaskError(
-                explain(
-                    f"task '{task}', option '{key}'",
-                    expected="one of " + ", ".join(known) if known else "no options, since the task has none",
-                    got="an unknown key",
-                    do=f"did you mean '{near[0]}'?" if near else "remove it from task-options",
-                )
+                f"task '{task}', option '{key}'",
+                expected="one of " + ", ".join(known) if known else "no options, since the task has none",
+                got="an unknown key",
+                do=did_you_mean(key, known, "remove it from task-options"),
             )
     return {key: _typed(task, key, option, given.get(key, option.default)) for key, option in known.items()}
 
@@ -57,11 +53,9 @@ def _typed(task: str, key: str, option: Option, value: Any) -> Any:
         return float(value)
     if type(value) is not kind:
         raise TaskError(
-            explain(
-                f"task '{task}', option '{key}'",
-                expected=f"a value of type {kind.__name__} ({option.about})",
-                got=f"{value!r}",
-                do=f"write for example {key} = {option.default!r} in task-options",
-            )
+            f"task '{task}', option '{key}'",
+            expected=f"a value of type {kind.__name__} ({option.about})",
+            got=f"{value!r}",
+            do=f"write for example {key} = {option.default!r} in task-options",
         )
     return value

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.flwr_partitions import class_parts, column_parts, iid_parts
 from fedapps.tasks.splits import Indices, Purpose, stream
 
@@ -64,7 +64,7 @@ class PartitionConfig:
         ]
         for right, name, expected, got in checks:
             if not right:
-                raise TaskError(explain(f"partition, {name}", expected=expected, got=str(got), do="change it"))
+                raise TaskError(f"partition, {name}", expected=expected, got=str(got))
 
     def describe(self) -> str:
         """Name the split and what shapes it.
@@ -121,18 +121,14 @@ def partition_indices(
 
 def _check_feasible(num_examples: int, num_partitions: int, config: PartitionConfig) -> None:
     if num_partitions < 1:
-        raise TaskError(
-            explain("partition", expected="at least 1 client", got=str(num_partitions), do="set num-partitions")
-        )
+        raise TaskError("partition", expected="at least 1 client", got=str(num_partitions), do="set num-partitions")
     least = config.min_size if config.kind is PartitionKind.DIRICHLET else 1
     if num_partitions * least > num_examples:
         raise TaskError(
-            explain(
-                "partition",
-                expected=f"at least {least} training example(s) for each of {num_partitions} clients",
-                got=f"{num_examples} in all: {num_partitions} x {least} > {num_examples}",
-                do="take fewer clients" + (" or a smaller partition-min-size" if least > 1 else ""),
-            )
+            "partition",
+            expected=f"at least {least} training example(s) for each of {num_partitions} clients",
+            got=f"{num_examples} in all: {num_partitions} x {least} > {num_examples}",
+            do="take fewer clients" + (" or a smaller partition-min-size" if least > 1 else ""),
         )
 
 
@@ -140,12 +136,10 @@ def _labels(targets: NDArray[Any], kind: PartitionKind) -> Indices:
     """Number the classes of the examples 0, 1, ... in ascending order of their labels."""
     if targets.ndim != 1:
         raise TaskError(
-            explain(
-                f"partition '{kind}'",
-                expected="one label for each example, targets of shape (n,)",
-                got=f"targets of shape {targets.shape}",
-                do="choose the iid or the column partition",
-            )
+            f"partition '{kind}'",
+            expected="one label for each example, targets of shape (n,)",
+            got=f"targets of shape {targets.shape}",
+            do="choose the iid or the column partition",
         )
     labels: Indices = np.unique(targets, return_inverse=True)[1]
     return labels

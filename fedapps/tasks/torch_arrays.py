@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 
 ARRAY_DTYPES = frozenset(
     {
@@ -90,12 +90,10 @@ def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != np.shape(arrays[name]):
             raise TaskError(
-                explain(
-                    f"tensor '{name}'",
-                    expected=f"shape {tuple(tensor.shape)}",
-                    got=f"{np.shape(arrays[name])}",
-                    do="load arrays of the same model, built with the same options",
-                )
+                f"tensor '{name}'",
+                expected=f"shape {tuple(tensor.shape)}",
+                got=f"{np.shape(arrays[name])}",
+                do="load arrays of the same model, built with the same options",
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -118,12 +116,10 @@ def _array(name: str, tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.detach().view(torch.uint16)
     elif tensor.dtype not in ARRAY_DTYPES:
         raise TaskError(
-            explain(
-                f"tensor '{name}'",
-                expected="a dtype that NumPy has (float64, float32, float16, an integer or bool), or bfloat16",
-                got=str(tensor.dtype),
-                do="build the model in float32",
-            )
+            f"tensor '{name}'",
+            expected="a dtype that NumPy has (float64, float32, float16, an integer or bool), or bfloat16",
+            got=str(tensor.dtype),
+            do="build the model in float32",
         )
     array: NDArray[Any] = tensor.detach().cpu().numpy().copy()
     return array
@@ -143,12 +139,10 @@ def _check_names(
             "state_dict(): tied weights travel once, frozen ones not at all"
         )
     raise TaskError(
-        explain(
-            "model",
-            expected=f"arrays for exactly its {len(tensors)} tensors",
-            got=f"{len(arrays)} arrays; missing: {_list(missing)}; unknown: {_list(unknown)}",
-            do=do,
-        )
+        "model",
+        expected=f"arrays for exactly its {len(tensors)} tensors",
+        got=f"{len(arrays)} arrays; missing: {_list(missing)}; unknown: {_list(unknown)}",
+        do=do,
     )
 
 

@@ -50,7 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
 from fedapps.tasks.splits import Indices
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
@@ -77,12 +77,10 @@ class TorchTask(Task):
         cls = type(self)
         if cls.loss is not TorchTask.loss and cls.metrics is TorchTask.metrics:
             raise TaskError(
-                explain(
-                    f"task '{self.name}'",
-                    expected="metrics() overridden together with loss()",
-                    got="only loss(), so that evaluation would report the loss of criterion()",
-                    do="override criterion() if your loss is a function of the outputs, else override metrics() too",
-                )
+                f"task '{self.name}'",
+                expected="metrics() overridden together with loss()",
+                got="only loss(), so that evaluation would report the loss of criterion()",
+                do="override criterion() if your loss is a function of the outputs, else override metrics() too",
             )
 
     @abstractmethod
@@ -288,12 +286,10 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 def _tensor(array: Any, device: str) -> torch.Tensor:
     if not isinstance(array, np.ndarray):
         raise TaskError(
-            explain(
-                "data of a torch task",
-                expected="a dense NumPy array",
-                got=type(array).__name__,
-                do="call .toarray() on a sparse matrix in load()",
-            )
+            "data of a torch task",
+            expected="a dense NumPy array",
+            got=type(array).__name__,
+            do="call .toarray() on a sparse matrix in load()",
         )
     dtype = torch.float32 if array.dtype.kind == "f" else torch.int64
     return torch.tensor(array, dtype=dtype, device=device)

@@ -23,7 +23,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import ScalarError
 from fedapps.zeroth_order.scheme import Scalars, check_scalars
 
@@ -69,7 +68,7 @@ def aggregate_scalars(
         ScalarError: There is no reply, a reply is not finite or of another shape, or an option is out of range.
     """
     if not replies:
-        raise ScalarError(explain("round", expected="a reply", got="none", do="refuse the round"))
+        raise ScalarError("round", expected="a reply", got="none", do="refuse the round")
     order = sorted(replies)
     shape = (len(replies[order[0]]), len(replies[order[0]][0]) if replies[order[0]] else 0)
     for partition in order:
@@ -100,7 +99,7 @@ def clip_norms(stacked: NDArray[np.float64], bound: float) -> NDArray[np.float64
         ScalarError: The bound is not a finite number above 0.
     """
     if not (math.isfinite(bound) and bound > 0):
-        raise ScalarError(explain("clip", expected="a finite number above 0", got=repr(bound), do="check the settings"))
+        raise ScalarError("clip", expected="a finite number above 0", got=repr(bound))
     norms = np.sqrt((stacked**2).sum(axis=(1, 2), keepdims=True))
     factors: NDArray[np.float64] = np.minimum(1.0, bound / np.maximum(norms, np.finfo(np.float64).tiny))
     return stacked * factors
@@ -109,9 +108,7 @@ def clip_norms(stacked: NDArray[np.float64], bound: float) -> NDArray[np.float64
 def _weighted_mean(stacked: NDArray[np.float64], weights: list[float]) -> NDArray[np.float64]:
     total = math.fsum(weights)
     if not total > 0 or any(not math.isfinite(weight) or weight < 0 for weight in weights):
-        raise ScalarError(
-            explain("weights", expected="numbers with a sum above 0", got=f"{weights}", do="refuse the round")
-        )
+        raise ScalarError("weights", expected="numbers with a sum above 0", got=f"{weights}", do="refuse the round")
     # One client after another: a library's sum may add in another order on another machine.
     result = np.zeros(stacked.shape[1:])
     for weight, scalars in zip(weights, stacked, strict=True):
@@ -121,7 +118,7 @@ def _weighted_mean(stacked: NDArray[np.float64], weights: list[float]) -> NDArra
 
 def _trimmed_mean(stacked: NDArray[np.float64], trim: float) -> NDArray[np.float64]:
     if not 0 <= trim < 0.5:
-        raise ScalarError(explain("trim", expected="a share in [0, 0.5)", got=repr(trim), do="check the settings"))
+        raise ScalarError("trim", expected="a share in [0, 0.5)", got=repr(trim))
     cut = int(trim * len(stacked))
     if trim > 0 and len(stacked) < 3:
         _say_untrimmed()

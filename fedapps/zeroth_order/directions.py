@@ -20,7 +20,6 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import DirectionError
 from fedapps.zeroth_order.gaussian_table import SIGNED
 from fedapps.zeroth_order.philox import philox4x32
@@ -139,7 +138,7 @@ def check_below(name: str, value: int, limit: int, do: str) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < limit:
         power = limit.bit_length() - 1
-        raise DirectionError(explain(name, expected=f"an integer from 0 to 2^{power} - 1", got=repr(value), do=do))
+        raise DirectionError(name, expected=f"an integer from 0 to 2^{power} - 1", got=repr(value), do=do)
 
 
 def check_range(start: int, stop: int) -> None:
@@ -153,6 +152,4 @@ def check_range(start: int, stop: int) -> None:
         DirectionError: `start` is negative, `stop` lies before it, or beyond 2^63.
     """
     if not 0 <= start <= stop < 2**63:
-        raise DirectionError(
-            explain("elements", expected="0 <= start <= stop < 2^63", got=f"{start} to {stop}", do="check the window")
-        )
+        raise DirectionError("elements", expected="0 <= start <= stop < 2^63", got=f"{start} to {stop}")

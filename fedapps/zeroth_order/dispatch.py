@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import explain
 from fedapps.zeroth_order import backend_reference, rules
 from fedapps.zeroth_order.directions import Distribution, check_range
 from fedapps.zeroth_order.errors import DirectionError
@@ -114,9 +113,7 @@ def apply_rounds(
     missing = [slot for slot in rules.rule_of(scheme).slots if slot not in state]
     if missing:
         got = f"{sorted(state)}"
-        raise DirectionError(
-            explain("state", expected=f"slot '{missing[0]}'", got=got, do="start from the rule's init")
-        )
+        raise DirectionError("state", expected=f"slot '{missing[0]}'", got=got, do="start from the rule's init")
     flat, slots, place = _prepare(theta, state, offset)
     if not records or not _numel(flat):
         return
@@ -239,16 +236,14 @@ def _prepare(theta: Tensor, state: Mapping[str, Tensor], offset: int) -> tuple[A
     """Give flat views, and where they lie: on the device, or copied to the CPU because its path is missing."""
     device = device_of(theta)
     if device not in ("cpu", "cuda"):
-        raise DirectionError(explain("parameters", expected="device cpu or cuda", got=device, do="move the model"))
+        raise DirectionError("parameters", expected="device cpu or cuda", got=device, do="move the model")
     flat, slots = flat_view(theta), {slot: flat_view(values, slot) for slot, values in state.items()}
     check_range(offset, offset + _numel(flat))
     for slot, values in slots.items():
         if _numel(values) != _numel(flat) or str(values.dtype).removeprefix("torch.") != "float32":
             got = f"{_numel(values)} of {values.dtype}"
             expected = f"{_numel(flat)} elements of float32"
-            raise DirectionError(
-                explain(f"state '{slot}'", expected=expected, got=got, do="start from the rule's init")
-            )
+            raise DirectionError(f"state '{slot}'", expected=expected, got=got, do="start from the rule's init")
     if device == "cuda" and _backend(device).NAME != "triton":
         return to_numpy(flat), {slot: to_numpy(values) for slot, values in slots.items()}, "copied"
     if device == "cpu":
@@ -266,6 +261,4 @@ def _copy_back(target: Tensor, values: NDArray[Any]) -> None:
 
 def _check_rows(rows: NDArray[np.int64], count: int) -> None:
     if len(rows) and not 0 <= int(np.min(rows)) <= int(np.max(rows)) < count:
-        raise DirectionError(
-            explain("rows", expected=f"0 to {count - 1}", got=f"{np.min(rows)} to {np.max(rows)}", do="check the ids")
-        )
+        raise DirectionError("rows", expected=f"0 to {count - 1}", got=f"{np.min(rows)} to {np.max(rows)}")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import JournalError
 from fedapps.zeroth_order.journal_lines import BaseModel, Header, header_line, parse_header, parse_record, record_line
 from fedapps.zeroth_order.layout import Layout
@@ -46,13 +45,11 @@ class Slice:
     def __post_init__(self) -> None:
         rounds = [record.round for record in self.records]
         if self.after < 0 or self.through < self.after or rounds != sorted(set(rounds)):
-            raise JournalError(
-                explain("journal slice", expected="rounds in order", got=f"{rounds}", do="send the slice again")
-            )
+            raise JournalError("journal slice", expected="rounds in order", got=f"{rounds}", do="send the slice again")
         if rounds and not (self.after < rounds[0] and rounds[-1] <= self.through):
             got = f"rounds {rounds[0]} to {rounds[-1]}"
             expected = f"rounds in ({self.after}, {self.through}]"
-            raise JournalError(explain("journal slice", expected=expected, got=got, do="send the slice again"))
+            raise JournalError("journal slice", expected=expected, got=got, do="send the slice again")
 
 
 @dataclass
@@ -141,12 +138,10 @@ class Journal:
                 self.append(record)
             elif held[record.round] != record:
                 raise JournalError(
-                    explain(
-                        f"round {record.round}",
-                        expected="the record that is held already",
-                        got="another one",
-                        do="this is another run's journal: start the client with an empty store",
-                    )
+                    f"round {record.round}",
+                    expected="the record that is held already",
+                    got="another one",
+                    do="this is another run's journal: start the client with an empty store",
                 )
         self.through = max(self.through, through)
 
@@ -177,33 +172,29 @@ class Journal:
         difference = self.header.layout.difference(layout)
         if difference is not None:
             do = f"use the base model '{base.id}' with the same adapters and frozen parameters"
-            raise JournalError(explain("journal", expected="the model it was written for", got=difference, do=do))
+            raise JournalError("journal", expected="the model it was written for", got=difference, do=do)
         if base_fingerprint is not None and base_fingerprint != base.fingerprint:
             raise JournalError(
-                explain(
-                    "journal",
-                    expected=f"the base model '{base.id}' with fingerprint {base.fingerprint[:16]}",
-                    got=base_fingerprint[:16],
-                    do="the shapes fit but the weights differ: use the same revision and initialisation",
-                )
+                "journal",
+                expected=f"the base model '{base.id}' with fingerprint {base.fingerprint[:16]}",
+                got=base_fingerprint[:16],
+                do="the shapes fit but the weights differ: use the same revision and initialisation",
             )
 
     def _check_next(self, record: Record) -> None:
         where = f"round {record.round}"
         if record.round <= (self.records[-1].round if self.records else 0):
             got = f"round {record.round} after round {self.records[-1].round}"
-            raise JournalError(explain(where, expected="a later round", got=got, do="append each round once"))
+            raise JournalError(where, expected="a later round", got=got, do="append each round once")
         end = self.records[-1].end_step if self.records else 0
         if record.first_step < end:
             got = str(record.first_step)
-            raise JournalError(
-                explain(where, expected=f"first-step {end} or more", got=got, do="never use a step twice")
-            )
+            raise JournalError(where, expected=f"first-step {end} or more", got=got, do="never use a step twice")
         has, needs = record.momentum is not None, rule_of(self.header.scheme).momentum
         if has != needs:
             expected = "a momentum" if needs else "no momentum"
             got = f"method '{self.header.scheme.method}' and momentum {record.momentum}"
-            raise JournalError(explain(where, expected=expected, got=got, do="write what the method uses"))
+            raise JournalError(where, expected=expected, got=got, do="write what the method uses")
 
 
 class JournalFile:
@@ -237,7 +228,7 @@ class JournalFile:
             stream = path.open("xb")
         except FileExistsError:
             raise JournalError(
-                explain(str(path), expected="no file", got="a journal", do="open it to go on, or choose another folder")
+                str(path), expected="no file", got="a journal", do="open it to go on, or choose another folder"
             ) from None
         opened = cls(path, Journal(header), stream)
         opened._write(header_line(header))
@@ -319,7 +310,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise JournalError(explain(str(path), expected="a journal", got="no file", do="check the path")) from None
+        raise JournalError(str(path), expected="a journal", got="no file", do="check the path") from None
 
 
 def _read(data: bytes, where: str) -> tuple[Journal, int]:
@@ -328,7 +319,7 @@ def _read(data: bytes, where: str) -> tuple[Journal, int]:
     if not lines[-1]:
         lines.pop()
     if not lines:
-        raise JournalError(explain(where, expected="a header line", got="an empty file", do="start the run again"))
+        raise JournalError(where, expected="a header line", got="an empty file", do="start the run again")
     journal = Journal(parse_header(_decoded(lines[0], f"{where}, line 1"), f"{where}, line 1"))
     good = len(lines[0]) + 1
     for number, line in enumerate(lines[1:], 2):
@@ -348,6 +339,4 @@ def _decoded(line: bytes, where: str) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise JournalError(
-            explain(where, expected="UTF-8", got=str(error), do="restore the file from a copy")
-        ) from None
+        raise JournalError(where, expected="UTF-8", got=str(error), do="restore the file from a copy") from None

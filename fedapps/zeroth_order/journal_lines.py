@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fedapps.errors import FedAppsError, explain
+from fedapps.errors import FedAppsError
 from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.errors import JournalError
 from fedapps.zeroth_order.layout import Layout, TensorSpec
@@ -118,7 +118,7 @@ def parse_header(line: str, where: str) -> Header:
     row = _parse(line, where)
     if row.get("format") != FORMAT:
         got = repr(row.get("format"))
-        raise JournalError(explain(where, expected=f"format {FORMAT}", got=got, do="use the version that wrote it"))
+        raise JournalError(where, expected=f"format {FORMAT}", got=got, do="use the version that wrote it")
 
     def build() -> Header:
         _check_keys(row, {"format", "method", "seed", "distribution", "hessian-update", "base", "tensors"}, set())
@@ -211,4 +211,4 @@ def _seed(text: Any) -> int:
 
 
 def _unreadable(where: str, got: str) -> JournalError:
-    return JournalError(explain(where, expected="a line of a journal", got=got, do="restore the file from a copy"))
+    return JournalError(where, expected="a line of a journal", got=got, do="restore the file from a copy")

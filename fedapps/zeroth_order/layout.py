@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import DirectionError
 from fedapps.zeroth_order.number_formats import NumberFormat
 from fedapps.zeroth_order.tensors import Tensor, flat_view, to_numpy
@@ -56,12 +55,10 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.tensors or not self.size:
             raise DirectionError(
-                explain("model", expected="a trainable parameter", got="none", do="leave some parameters unfrozen")
+                "model", expected="a trainable parameter", got="none", do="leave some parameters unfrozen"
             )
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
-            raise DirectionError(
-                explain("model", expected="different names", got="a name twice", do="list tied tensors once")
-            )
+            raise DirectionError("model", expected="different names", got="a name twice", do="list tied tensors once")
 
     @property
     def size(self) -> int:
@@ -158,7 +155,7 @@ def _format(name: str, tensor: Tensor) -> NumberFormat:
     formats |= {f.value: f for f in NumberFormat}
     if dtype not in formats:
         expected = "float32, bfloat16 or float16"
-        raise DirectionError(explain(f"tensor '{name}'", expected=expected, got=dtype, do="convert the model"))
+        raise DirectionError(f"tensor '{name}'", expected=expected, got=dtype, do="convert the model")
     return formats[dtype]
 
 

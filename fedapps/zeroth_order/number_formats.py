@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import DirectionError
 
 F32: TypeAlias = NDArray[np.float32]
@@ -57,12 +56,10 @@ def format_of(array: Stored) -> NumberFormat:
     """
     if array.dtype not in _FORMATS:
         raise DirectionError(
-            explain(
-                "parameters",
-                expected="float32, float16, or bfloat16 as uint16 patterns",
-                got=str(array.dtype),
-                do="build the model in one of these",
-            )
+            "parameters",
+            expected="float32, float16, or bfloat16 as uint16 patterns",
+            got=str(array.dtype),
+            do="build the model in one of these",
         )
     return _FORMATS[array.dtype]
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F  # noqa: N812 (torch's own abbreviation)
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import ProbeError
 
 _METADATA = frozenset(
@@ -140,12 +139,10 @@ class Perturbed(TorchFunctionMode):
         if (in_place and args and self._holds(args[0])) or self._holds(named.get("out")):
             written = args[0] if in_place else named["out"]
             raise ProbeError(
-                explain(
-                    f"parameter '{self._names.get(id(written), '?')}'",
-                    expected="a forward pass that does not change it",
-                    got=f"a call of '{name}'",
-                    do="do not write to trainable parameters in forward, or freeze this one",
-                )
+                f"parameter '{self._names.get(id(written), '?')}'",
+                expected="a forward pass that does not change it",
+                got=f"a call of '{name}'",
+                do="do not write to trainable parameters in forward, or freeze this one",
             )
 
     def _look_up(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -154,9 +151,7 @@ class Perturbed(TorchFunctionMode):
             ids, weight = (_argument(args, named, place, key) for place, key in ((0, "input"), (1, "weight")))
             if _argument(args, named, 3, "max_norm") is not None:
                 raise ProbeError(
-                    explain(
-                        "embedding", expected="no max_norm", got="one", do="it rewrites the weight in every forward"
-                    )
+                    "embedding", expected="no max_norm", got="one", do="it rewrites the weight in every forward"
                 )
         elif name == "__getitem__" and len(args) == 2 and _is_index(args[1]):
             weight, ids = args

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.dispatch import perturb
 from fedapps.zeroth_order.errors import ProbeError
 from fedapps.zeroth_order.layout import layout_of
@@ -294,17 +293,17 @@ def _reduced(value: torch.Tensor) -> float:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() == 0:
         got = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         do = "return one loss a row, or their mean in float32"
-        raise ProbeError(explain("loss", expected="a floating-point tensor with elements", got=got, do=do))
+        raise ProbeError("loss", expected="a floating-point tensor with elements", got=got, do=do)
     if value.numel() == 1 and value.dim() == 0 and value.dtype in _HALF:
         do = "return one loss a row, or compute the loss of logits.float()"
-        raise ProbeError(explain("loss", expected="a mean in float32", got=str(value.dtype), do=do))
+        raise ProbeError("loss", expected="a mean in float32", got=str(value.dtype), do=do)
     return float(value.detach().to(torch.float32).mean().item())
 
 
 def _check_options(tau: int, num_probes: int, mu: float) -> None:
     if tau < 1 or num_probes < 1:
         got = f"{tau} batches, P = {num_probes}"
-        raise ProbeError(explain("local steps", expected="a batch and a probe", got=got, do="raise tau or P"))
+        raise ProbeError("local steps", expected="a batch and a probe", got=got, do="raise tau or P")
     if not (np.isfinite(np.float32(mu)) and np.float32(mu) > 0):
         do = "choose mu near 1e-3"
-        raise ProbeError(explain("mu", expected="a float32 number above 0", got=repr(mu), do=do))
+        raise ProbeError("mu", expected="a float32 number above 0", got=repr(mu), do=do)

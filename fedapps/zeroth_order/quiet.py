@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import ProbeError
 from fedapps.zeroth_order.philox import philox4x32
 
@@ -43,16 +42,16 @@ def check_model(model: torch.nn.Module) -> None:
     parameters = trainable_parameters(model)
     if not parameters:
         do = "leave some parameters unfrozen"
-        raise ProbeError(explain("model", expected="a trainable parameter", got="none", do=do))
+        raise ProbeError("model", expected="a trainable parameter", got="none", do=do)
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
             do = f"set its data to a contiguous copy (strides {parameter.stride()})"
-            raise ProbeError(explain(f"parameter '{name}'", expected="elements end to end", got="strides", do=do))
+            raise ProbeError(f"parameter '{name}'", expected="elements end to end", got="strides", do=do)
     for name, module in model.named_modules():
         compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
         if compiled or isinstance(module, torch.jit.ScriptModule):
             do = "pass the model as it was before torch.compile or torch.jit"
-            raise ProbeError(explain(f"module '{name}'", expected="plain Python", got="compiled code", do=do))
+            raise ProbeError(f"module '{name}'", expected="plain Python", got="compiled code", do=do)
     _refuse_aliases(model, parameters)
 
 
@@ -93,7 +92,7 @@ def quiet(model: torch.nn.Module) -> Iterator[None]:
                         buffer.copy_(copy)
         if lost:
             do = "keep it out of the forward pass in eval mode"
-            raise ProbeError(explain(f"buffer '{lost[0]}'", expected="no change", got="a write", do=do))
+            raise ProbeError(f"buffer '{lost[0]}'", expected="no change", got="a write", do=do)
 
 
 @contextmanager
@@ -135,7 +134,7 @@ def _refuse_aliases(model: torch.nn.Module, parameters: dict[str, torch.nn.Param
     for start, stop, name, is_trainable in sorted(r for r in ranges if r[0] < r[1]):
         if start < end and (trainable or is_trainable):
             do = "tie them by assigning the same Parameter to both"
-            raise ProbeError(explain(f"'{name}'", expected="memory of its own", got=f"that of '{holder}'", do=do))
+            raise ProbeError(f"'{name}'", expected="memory of its own", got=f"that of '{holder}'", do=do)
         if stop > end:
             end, holder, trainable = stop, name, is_trainable
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.dispatch import apply_rounds
 from fedapps.zeroth_order.errors import AstrayError, ReplicaError
 from fedapps.zeroth_order.journal import Slice
@@ -108,12 +107,10 @@ class Replica:
         """
         if not self.can_apply(part):
             raise ReplicaError(
-                explain(
-                    "replica",
-                    expected=f"a slice from round {self.round} or before",
-                    got=f"one from round {part.after}",
-                    do="apply the own prefix first, or ask the server for more",
-                )
+                "replica",
+                expected=f"a slice from round {self.round} or before",
+                got=f"one from round {part.after}",
+                do="apply the own prefix first, or ask the server for more",
             )
         return [record for record in part.records if record.round > self.round]
 
@@ -155,7 +152,7 @@ class Replica:
         difference = self.layout.difference(layout_of(loaded))
         if difference is not None:
             raise ReplicaError(
-                explain("base model", expected="the replica's tensors", got=difference, do="load the run's base model")
+                "base model", expected="the replica's tensors", got=difference, do="load the run's base model"
             )
         for name, tensor in self.theta.items():
             _assign(tensor, loaded[name])
@@ -184,7 +181,7 @@ class Replica:
         """
         if self._half_applied:
             raise ReplicaError(
-                explain("replica", expected="a whole state", got="an interrupted update", do="rebuild it from the base")
+                "replica", expected="a whole state", got="an interrupted update", do="rebuild it from the base"
             )
 
     def _apply(self, records: list[Record]) -> None:
@@ -205,12 +202,10 @@ class Replica:
         if found != record.fingerprint:
             self._half_applied = True
             raise AstrayError(
-                explain(
-                    f"replica at round {record.round}",
-                    expected=f"fingerprint {str(record.fingerprint)[:16]}",
-                    got=found[:16],
-                    do="rebuild it from base and journal",
-                )
+                f"replica at round {record.round}",
+                expected=f"fingerprint {str(record.fingerprint)[:16]}",
+                got=found[:16],
+                do="rebuild it from base and journal",
             )
 
 

@@ -32,7 +32,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.directions import direction
 from fedapps.zeroth_order.errors import DirectionError
 from fedapps.zeroth_order.number_formats import F32, Stored, format_of, narrow, widen
@@ -218,12 +217,10 @@ def momentum_of(record: Record) -> float:
     """
     if record.momentum is None:
         raise DirectionError(
-            explain(
-                f"record of round {record.round}",
-                expected="'momentum', since the method has it",
-                got="none",
-                do="use the journal of this method",
-            )
+            f"record of round {record.round}",
+            expected="'momentum', since the method has it",
+            got="none",
+            do="use the journal of this method",
         )
     return record.momentum
 
@@ -253,7 +250,7 @@ def rule_of(scheme: Scheme) -> UpdateRule:
     """
     if scheme.method not in RULES:
         raise DirectionError(
-            explain("method", expected=f"one of {sorted(RULES)}", got=repr(scheme.method), do="add its row to RULES")
+            "method", expected=f"one of {sorted(RULES)}", got=repr(scheme.method), do="add its row to RULES"
         )
     return RULES[scheme.method]
 

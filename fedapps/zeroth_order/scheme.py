@@ -22,7 +22,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.directions import STEP_LIMIT, Distribution, check_below, check_seed
 from fedapps.zeroth_order.errors import DirectionError, ScalarError
 
@@ -80,7 +79,7 @@ class LocalStep:
     def __post_init__(self) -> None:
         check_below("step", self.step, STEP_LIMIT, "start a new run: a run has 2^32 steps")
         if not self.scalars:
-            raise ScalarError(explain("local step", expected="at least one scalar", got="none", do="use P >= 1 probes"))
+            raise ScalarError("local step", expected="at least one scalar", got="none", do="use P >= 1 probes")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Probe:
         check_below("step", self.step, STEP_LIMIT, "start a new run: a run has 2^32 steps")
         check_below("probe", self.probe, STEP_LIMIT, "use fewer probes a step")
         if self.sign not in (1, -1):
-            raise DirectionError(explain("probe", expected="sign +1 or -1", got=repr(self.sign), do="pass one of them"))
+            raise DirectionError("probe", expected="sign +1 or -1", got=repr(self.sign), do="pass one of them")
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Record:
         check_scalars(self.scalars, where=where)
         if not 0 <= self.first_step <= STEP_LIMIT - self.tau:
             raise DirectionError(
-                explain(where, expected="steps from 0 to 2^32 - 1", got=str(self.first_step), do="start a new run")
+                where, expected="steps from 0 to 2^32 - 1", got=str(self.first_step), do="start a new run"
             )
         _check_record_numbers(self, where)
 
@@ -188,16 +187,14 @@ def check_scalars(scalars: Scalars, *, where: str, shape: tuple[int, int] | None
     if len(widths) != 1 or 0 in widths or (shape is not None and (len(scalars), *widths) != shape):
         wanted = "tau rows of P numbers" if shape is None else f"{shape[0]} rows of {shape[1]} numbers"
         got = f"{len(scalars)} rows of {sorted(widths)} numbers" if scalars else "no rows"
-        raise ScalarError(explain(where, expected=wanted, got=got, do="send one scalar a step and probe"))
+        raise ScalarError(where, expected=wanted, got=got, do="send one scalar a step and probe")
     flat = [value for row in scalars for value in row]
     bad = [value for value in flat if not math.isfinite(value)]
     if bad:
         do = "lower the learning rate or mu, or look for a loss that overflows"
-        raise ScalarError(explain(where, expected="finite scalars", got=f"{bad[0]} among {len(flat)}", do=do))
+        raise ScalarError(where, expected="finite scalars", got=f"{bad[0]} among {len(flat)}", do=do)
     if not all(_is_float32(value) for value in flat):
-        raise ScalarError(
-            explain(where, expected="float32 values", got="other numbers", do="round each to float32 once")
-        )
+        raise ScalarError(where, expected="float32 values", got="other numbers", do="round each to float32 once")
 
 
 def _is_float32(value: float) -> bool:
@@ -207,7 +204,7 @@ def _is_float32(value: float) -> bool:
 
 def _check_record_numbers(record: Record, where: str) -> None:
     def refuse(name: str, expected: str, got: object) -> None:
-        raise DirectionError(explain(f"{where}, {name}", expected=expected, got=repr(got), do="check the settings"))
+        raise DirectionError(f"{where}, {name}", expected=expected, got=repr(got))
 
     for name in ("lr", "mu", "nu", "eps"):
         value = getattr(record, name)

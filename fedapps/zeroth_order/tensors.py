@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import explain
 from fedapps.zeroth_order.errors import DirectionError
 
 if TYPE_CHECKING:
@@ -133,5 +132,5 @@ def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 def _not_contiguous(what: str) -> DirectionError:
     return DirectionError(
-        explain(what, expected="elements end to end in memory", got="strides", do="call contiguous() on it first")
+        what, expected="elements end to end in memory", got="strides", do="call contiguous() on it first"
     )

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedapps.errors import FedAppsError, explain
+from fedapps.errors import FedAppsError
 from fedapps.zeroth_order.errors import JournalError
 from fedapps.zeroth_order.journal import Slice
 from fedapps.zeroth_order.scheme import Record, Scalars
@@ -81,12 +81,10 @@ def unpack_slice(columns: Mapping[str, Any], where: str) -> Slice:
         return Slice(after, through, records)
     except (FedAppsError, KeyError, TypeError, ValueError) as error:
         raise JournalError(
-            explain(
-                f"{where}, journal slice",
-                expected="columns of equal length as fedapps.zeroth_order.wire packs them",
-                got=f"{type(error).__name__}: {error}",
-                do="run the same version of fedapps on both ends",
-            )
+            f"{where}, journal slice",
+            expected="columns of equal length as fedapps.zeroth_order.wire packs them",
+            got=f"{type(error).__name__}: {error}",
+            do="run the same version of fedapps on both ends",
         ) from error
 
 

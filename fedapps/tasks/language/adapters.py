@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, targets: tuple
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise TaskError(
-            explain("task option 'lora-rank'", expected="the package peft", got=str(error), do="install fedapps[llm]")
+            "task option 'lora-rank'", expected="the package peft", got=str(error), do="install fedapps[llm]"
         ) from error
     config = LoraConfig(
         r=rank,
@@ -47,12 +47,10 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, targets: tuple
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise TaskError(
-            explain(
-                "task option 'lora-targets'",
-                expected="endings of names of linear layers of the model, separated by commas",
-                got=f"{', '.join(targets) or 'nothing'} ({error})",
-                do="name layers, for example q_proj,v_proj",
-            )
+            "task option 'lora-targets'",
+            expected="endings of names of linear layers of the model, separated by commas",
+            got=f"{', '.join(targets) or 'nothing'} ({error})",
+            do="name layers, for example q_proj,v_proj",
         ) from error
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.language.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -48,12 +48,10 @@ def label_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, 
         if fault:
             tokens = tokenizer.convert_ids_to_tokens(pieces)
             raise TaskError(
-                explain(
-                    f"label word {word!r}",
-                    expected="one token that no other label word has, after the template's end",
-                    got=f"{fault}: {', '.join(map(repr, tokens))}",
-                    do="use another model, or a task of your own with other label words",
-                )
+                f"label word {word!r}",
+                expected="one token that no other label word has, after the template's end",
+                got=f"{fault}: {', '.join(map(repr, tokens))}",
+                do="use another model, or a task of your own with other label words",
             )
         ids.append(pieces[0])
     return tuple(ids)
@@ -78,12 +76,10 @@ def following_ids(tokenizer: PreTrainedTokenizerBase, before: str, texts: Sequen
         if whole[: len(plain)] != plain:
             tokens = tokenizer.convert_ids_to_tokens(whole)
             raise TaskError(
-                explain(
-                    f"answer {text!r}",
-                    expected=f"a token that begins after {before[-10:]!r}",
-                    got=", ".join(map(repr, tokens[-5:])),
-                    do="use another model, or a task of your own with another template",
-                )
+                f"answer {text!r}",
+                expected=f"a token that begins after {before[-10:]!r}",
+                got=", ".join(map(repr, tokens[-5:])),
+                do="use another model, or a task of your own with another template",
             )
     return [whole[len(plain) :] for whole in wholes]
 
@@ -197,10 +193,8 @@ def _shortened(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, fields: Mappi
                 high = middle
         return best
     raise TaskError(
-        explain(
-            "task option 'max-length'",
-            expected="room for the template",
-            got=f"{room} tokens for a prompt without {', '.join(prompt.shorten)}",
-            do="raise it in task-options",
-        )
+        "task option 'max-length'",
+        expected="room for the template",
+        got=f"{room} tokens for a prompt without {', '.join(prompt.shorten)}",
+        do="raise it in task-options",
     )

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.language.published import PUBLISHED, Published, models_folder, published
 
 CARD = "MODEL.md"
@@ -129,7 +129,7 @@ def _known(name: str) -> Published:
     if model is None:
         known = ", ".join(row.name for row in PUBLISHED)
         do = "a model of the hub needs no fetching: name it as the task's model"
-        raise TaskError(explain("fedapps models get", expected=f"one of: {known}", got=f"'{name}'", do=do))
+        raise TaskError("fedapps models get", expected=f"one of: {known}", got=f"'{name}'", do=do)
     return model
 
 
@@ -251,4 +251,4 @@ def _to_disk(folder: Path) -> None:
 
 
 def _error(model: Published, expected: str, got: str, do: str) -> TaskError:
-    return TaskError(explain(f"model '{model.name}'", expected=expected, got=got, do=do))
+    return TaskError(f"model '{model.name}'", expected=expected, got=got, do=do)

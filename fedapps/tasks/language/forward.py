@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.nn import functional
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.language.encoding import PADDING
 from fedapps.tasks.language.packing import pack
 
@@ -164,12 +164,10 @@ def check_logits(model: PreTrainedModel) -> None:
         value = getattr(model.config, key, None)
         if value is not None and value != 1:
             raise TaskError(
-                explain(
-                    f"model {type(model).__name__}",
-                    expected="logits that are the output embedding times the hidden state",
-                    got=f"{key} = {value} in its configuration",
-                    do="use a model without it, such as one of the OPT, GPT-2 and Llama families",
-                )
+                f"model {type(model).__name__}",
+                expected="logits that are the output embedding times the hidden state",
+                got=f"{key} = {value} in its configuration",
+                do="use a model without it, such as one of the OPT, GPT-2 and Llama families",
             )
 
 
@@ -188,12 +186,10 @@ def output_embedding(model: PreTrainedModel) -> torch.nn.Linear:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear):
         raise TaskError(
-            explain(
-                f"model {type(model).__name__}",
-                expected="a plain linear layer as output embedding",
-                got=type(head).__name__,
-                do="use a causal language model, and leave its output embedding out of lora-targets",
-            )
+            f"model {type(model).__name__}",
+            expected="a plain linear layer as output embedding",
+            got=type(head).__name__,
+            do="use a causal language model, and leave its output embedding out of lora-targets",
         )
     return head
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import FirstModel
 from fedapps.tasks.language.published import models_folder, published
 
@@ -337,4 +337,4 @@ def _disk_errors() -> Iterator[None]:
 
 
 def _error(source: str, expected: str, got: str, do: str) -> TaskError:
-    return TaskError(explain(f"model '{source}'", expected=expected, got=got, do=do))
+    return TaskError(f"model '{source}'", expected=expected, got=got, do=do)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import DATA_VARIABLE
 from fedapps.tasks.compressed import DAMAGED, find_compressed, open_compressed
 
@@ -130,12 +130,10 @@ def _from_files(task: str, source: Source, folder: Path) -> tuple[Rows, Rows]:
     if None in paths:
         missing = source.train if paths[0] is None else source.test
         raise TaskError(
-            explain(
-                f"task '{task}'",
-                expected=f"{source.train} and {source.test} (plain or with .gz, .xz or .bz2) in {folder}",
-                got=f"no {missing}",
-                do=f"put it there, or start without --data-dir and {DATA_VARIABLE} to load {' '.join(source.hub)} from the hub",
-            )
+            f"task '{task}'",
+            expected=f"{source.train} and {source.test} (plain or with .gz, .xz or .bz2) in {folder}",
+            got=f"no {missing}",
+            do=f"put it there, or start without --data-dir and {DATA_VARIABLE} to load {' '.join(source.hub)} from the hub",
         )
     train, test = (_read_file(path) for path in paths if path is not None)
     return train, test
@@ -147,19 +145,17 @@ def _from_hub(task: str, source: Source) -> tuple[Rows, Rows]:
         import datasets
     except ImportError as error:
         raise TaskError(
-            explain(f"task '{task}'", expected="the package datasets", got=str(error), do="install fedapps[llm]")
+            f"task '{task}'", expected="the package datasets", got=str(error), do="install fedapps[llm]"
         ) from error
     try:
         loaded = datasets.load_dataset(*source.hub)
     except Exception as error:
         raise TaskError(
-            explain(
-                f"task '{task}'",
-                expected=f"a download of the data set {name} from the Hugging Face hub",
-                got=f"{type(error).__name__}: {error}",
-                do=f"connect to the network, or put {source.train} and {source.test} into a folder and set --data-dir or "
-                f"{DATA_VARIABLE} to it",
-            )
+            f"task '{task}'",
+            expected=f"a download of the data set {name} from the Hugging Face hub",
+            got=f"{type(error).__name__}: {error}",
+            do=f"connect to the network, or put {source.train} and {source.test} into a folder and set --data-dir or "
+            f"{DATA_VARIABLE} to it",
         ) from error
     train, test = (
         [(f"data set {name}, {part}, row {i}", row) for i, row in enumerate(loaded[part])]
@@ -218,4 +214,4 @@ def _answers(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _malformed(where: str, expected: str, got: str) -> TaskError:
-    return TaskError(explain(where, expected=expected, got=got, do="get the data again, or check how it was made"))
+    return TaskError(where, expected=expected, got=got, do="get the data again, or check how it was made")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import numpy as np
 import torch
 
-from fedapps.errors import TaskError, explain
+from fedapps.errors import TaskError
 from fedapps.tasks.base import Data, FirstModel, TaskConfig
 from fedapps.tasks.language.adapters import add_adapters
 from fedapps.tasks.language.encoding import encode_prompts, label_ids, lengths, pad, trim
@@ -196,7 +196,7 @@ class LanguageTask(TorchTask):
         if not right:
             got = repr(self.options[key])
             do = "change it in task-options"
-            raise TaskError(explain(f"task '{self.name}', option '{key}'", expected=expected, got=got, do=do))
+            raise TaskError(f"task '{self.name}', option '{key}'", expected=expected, got=got, do=do)
 
 
 class ClassificationTask(LanguageTask):
