@@ -79,5 +79,5 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     Returns:
         ``"did you mean '<nearest>'?"``, or the other advice.
     """
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, sorted(known), n=1)
     return f"did you mean '{near[0]}'?" if near else otherwise

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from fedapps.errors import SettingsError
 from fedapps.settings import Settings, setting
@@ -110,15 +111,9 @@ class HiSoSettings(DeComFLSettings):
         choices=("every-step", "last-step", "round-mean"),
     )
 
+    @override
     def check_with(self, settings: Settings) -> None:
-        """Refuse radii, and a floor of ``H``, that are 0 or infinite in float32.
-
-        Args:
-            settings: The settings that these are part of.
-
-        Raises:
-            SettingsError: One of them is.
-        """
+        """Refuse radii, and a floor of ``H``, that are 0 or infinite in float32."""
         super().check_with(settings)
         if self.nu > 0 and not _held_by_float32(self.eps):
             raise _not_held("eps", settings.method, got=repr(self.eps), do="choose eps near 1e-6, or set nu to 0")

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+from typing_extensions import override
 
 from fedapps.results.ledger import Direction, Kind, message_row
 from fedapps.strategies.exchange import GridWrapper
@@ -25,15 +26,15 @@ class MeteredGrid(GridWrapper):
         self.server_round = 0
         self._rows: list[tuple[int, dict[str, Any]]] = []
 
+    @override
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
         messages = list(messages)
         for message in messages:
             self._note(message, message.metadata.dst_node_id, "down")
         return self.inner.push_messages(messages)
 
+    @override
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Receive the replies that are there."""
         replies = list(self.inner.pull_messages(message_ids))
         for reply in replies:
             self._note(reply, reply.metadata.src_node_id, "up")

@@ -27,6 +27,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from typing_extensions import override
 
 from fedapps.methods import load_object
 from fedapps.simulation.worker_pool import worker_pool
@@ -115,29 +116,30 @@ class InProcessGrid(Grid):
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
+    @override
     def set_run(self, run: Run) -> None:
-        """Set the run."""
         self._run = run
 
     @property
+    @override
     def run(self) -> Run:
-        """The run."""
         return self._run
 
+    @override
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Create a message, as Flower's deprecated call does."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
+    @override
     def get_node_ids(self) -> Iterable[int]:
-        """Give the ids of the nodes."""
         return list(self._contexts)
 
+    @override
     def get_nodes(self) -> Iterable[NodeInfo]:
-        """Give the nodes."""
         return [NodeInfo(node_id=node_id) for node_id in self._contexts]
 
+    @override
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Take messages; worker processes start on them at once."""
         ids = []
@@ -159,6 +161,7 @@ class InProcessGrid(Grid):
             context_to_proto(context).SerializeToString(deterministic=True),
         )
 
+    @override
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Give the replies that are there; without workers one client is run for each message asked for."""
         replies = []
@@ -184,8 +187,8 @@ class InProcessGrid(Grid):
         self._contexts[node.node_id] = node
         return message_from_proto(ProtoMessage.FromString(reply))
 
+    @override
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and wait for all replies."""
         return list(exchange(self, list(messages), timeout if timeout is not None else float("inf")))
 
 
@@ -225,6 +228,7 @@ class FaultyGrid(GridWrapper):
         self._late = set(late)
         self._out: dict[str, Message] = {}
 
+    @override
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and remember which are out."""
         messages = list(messages)
@@ -232,6 +236,7 @@ class FaultyGrid(GridWrapper):
         self._out |= dict(zip(ids, messages, strict=True))
         return ids
 
+    @override
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Receive replies, late ones last, faulty ones changed or lost."""
         wanted = list(message_ids)

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from typing_extensions import override
+
 from fedapps.errors import LaunchError, explain
 from fedapps.settings import Scalar
 from fedapps.simulation import reaper
@@ -284,6 +286,7 @@ class SuperLink(Service):
             log_path=log_path,
         )
 
+    @override
     def _prepare(self) -> None:
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'

@@ -9,6 +9,7 @@ from flwr.app import Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+from typing_extensions import override
 
 PULL_AT_ONCE = 8
 """Replies asked for in one request: each is held in memory whole, so not all at once."""
@@ -57,37 +58,37 @@ class GridWrapper(Grid):
     def __init__(self, inner: Grid) -> None:
         self.inner = inner
 
+    @override
     def set_run(self, run: Run) -> None:
-        """Set the run."""
         self.inner.set_run(run)
 
     @property
+    @override
     def run(self) -> Run:
-        """The run."""
         return self.inner.run
 
+    @override
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Create a message, as Flower's deprecated call does."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
+    @override
     def get_node_ids(self) -> Iterable[int]:
-        """Give the ids of the nodes."""
         return self.inner.get_node_ids()
 
+    @override
     def get_nodes(self) -> Iterable[NodeInfo]:
-        """Give the nodes."""
         return self.inner.get_nodes()
 
+    @override
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
         return self.inner.push_messages(messages)
 
+    @override
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Receive the replies that are there."""
         return self.inner.pull_messages(message_ids)
 
+    @override
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and wait for all replies."""
         return list(exchange(self, list(messages), timeout if timeout is not None else float("inf")))

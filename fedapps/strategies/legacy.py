@@ -27,6 +27,7 @@ from flwr.common import (
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
+from typing_extensions import override
 
 from fedapps.errors import MessageError, RosterError
 from fedapps.records import METRICS, NUM_EXAMPLES, SERVER_ROUND, Arrays, pack_arrays
@@ -125,26 +126,15 @@ class LegacyStrategy(Strategy):
         self._evaluate_fn = evaluate_fn
         self._partitions: dict[str, int] = {}
 
+    @override
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Give the initial model."""
         return ndarrays_to_parameters(list(self._arrays.values()))
 
+    @override
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        """Sample clients and send them the model.
-
-        Args:
-            server_round: The round.
-            parameters: The model.
-            client_manager: The clients.
-
-        Returns:
-            Clients with their instructions, in the order of their ids.
-
-        Raises:
-            RosterError: Too few clients connect within ``node_wait``.
-        """
+        """Sample clients and send them the model."""
         clients = self._clients(client_manager)
         options = self.strategy.options
         sampled = sample_partitions(options.seed, server_round, len(clients), options.fraction_train)
@@ -171,25 +161,14 @@ class LegacyStrategy(Strategy):
         values = parameters_to_ndarrays(parameters)
         self._arrays = dict(zip(self._arrays, values, strict=True))
 
+    @override
     def aggregate_fit(
         self,
         server_round: int,
         results: list[tuple[ClientProxy, FitRes]],
         failures: list[tuple[ClientProxy, FitRes] | BaseException],
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Fold the clients' results with the strategy: for FedPM this is preconditioned mixing.
-
-        Args:
-            server_round: The round.
-            results: Results of the clients, in any order.
-            failures: Clients that failed.
-
-        Returns:
-            The new model and the mean metrics, or None and none if the round is below the quorum.
-
-        Raises:
-            RoundFailedError: As the failure policy says.
-        """
+        """Fold the clients' results with the strategy: for FedPM this is preconditioned mixing."""
         for client, result in results:
             self._receive(client, result)
         for failure in failures:
@@ -216,6 +195,7 @@ class LegacyStrategy(Strategy):
             return
         self.strategy.receive(partition, content)
 
+    @override
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
@@ -224,6 +204,7 @@ class LegacyStrategy(Strategy):
             return []
         return [(c, EvaluateIns(parameters, {SERVER_ROUND: server_round})) for c in self._clients(client_manager)]
 
+    @override
     def aggregate_evaluate(
         self,
         server_round: int,
@@ -245,6 +226,7 @@ class LegacyStrategy(Strategy):
         means: dict[str, Scalar] = {k: float(v) for k, v in mean_metrics(values, counts).items()}  # type: ignore[arg-type]
         return float(means.pop("loss")), means
 
+    @override
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
         """Evaluate the model on the server, if a function for it was given."""
         if self._evaluate_fn is None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
+from typing_extensions import override
 
 from fedapps.curvature.logistic import LogisticRegression
 from fedapps.curvature.newton import Objective
@@ -94,23 +95,18 @@ class ConvexTask(Task):
         gradients = slopes[:, None] * X + self.options["regularisation"] * v
         return fit_of_gradients(self.objective(data).hessian(v), gradients, v, received, lam)
 
+    @override
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
         """Give the zero vector.
-
-        Args:
-            seed: Not used: the start is the same for every seed.
 
         Returns:
             ``{"weights": zeros}``, shape ``(d,)`` float64.
         """
         return {WEIGHTS: np.zeros(self._pool.inputs.shape[1])}
 
+    @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
         """Measure a weight vector.
-
-        Args:
-            arrays: ``{"weights": theta}``.
-            data: Examples.
 
         Returns:
             ``loss``, the objective with its penalty, and ``accuracy``, the share of examples on whose side of zero

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from fedapps.errors import TaskError
 from fedapps.tasks.base import Data
@@ -24,14 +25,12 @@ class DigitsTask(TorchTask):
     of Handwritten Digits, UCI, CC BY 4.0, the copy bundled with scikit-learn.
     """
 
+    @override
     def load(self) -> tuple[Data, Data]:
         """Read the images that scikit-learn bundles.
 
         Returns:
             Training pool and test set; inputs ``(n, 1, 8, 8)`` float32 in [0, 1], targets ``(n,)`` int64.
-
-        Raises:
-            TaskError: scikit-learn is not installed.
         """
         try:
             from sklearn.datasets import load_digits
@@ -47,6 +46,7 @@ class DigitsTask(TorchTask):
         train, test = hold_out(data.targets, TEST_FRACTION, stream(Purpose.TEST_SET, TEST_SEED))
         return data.take(train), data.take(test)
 
+    @override
     def build_model(self) -> torch.nn.Module:
         """Build a CNN with two convolutions and two linear layers, all with bias.
 
@@ -69,6 +69,7 @@ class DigitsTask(TorchTask):
 class DigitsMlpTask(DigitsTask):
     """The digits of `DigitsTask` with a small perceptron, whose forward pass costs next to nothing."""
 
+    @override
     def build_model(self) -> torch.nn.Module:
         """Build a perceptron with one hidden layer.
 

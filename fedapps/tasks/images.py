@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from fedapps.errors import TaskError
 from fedapps.tasks.base import DATA_VARIABLE, Data, TaskConfig
@@ -101,19 +102,17 @@ class ImageTask(TorchTask):
             TaskError: A file is malformed.
         """
 
+    @override
     def load(self) -> tuple[Data, Data]:
         """Read the images.
 
         Returns:
             Training pool and test set; inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64.
-
-        Raises:
-            TaskError: A file is missing or malformed, the download fails, or there are fewer images than the option
-                ``train-examples`` asks for.
         """
         train, test = self.read(self._files) if self._files else self._load_with_torchvision()
         return self._some_of(train), test
 
+    @override
     def checksums(self) -> dict[str, str]:
         """Identify the data, for the record of a run.
 
@@ -128,6 +127,7 @@ class ImageTask(TorchTask):
             for path in self._files.values()
         }
 
+    @override
     def build_model(self) -> torch.nn.Module:
         """Build the model that the option ``model`` names.
 
@@ -142,12 +142,9 @@ class ImageTask(TorchTask):
             case _:
                 return simple_cnn(self.IMAGE, self.NUM_CLASSES)
 
+    @override
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """Turn pixels 0..255 into float32, less the mean and divided by the deviation of their channel.
-
-        Args:
-            data: The examples; they are copied.
-            device: Where to put the tensors.
 
         Returns:
             Inputs ``(n, channels, height, width)`` and targets ``(n,)``.
@@ -233,18 +230,9 @@ class MnistTask(ImageTask):
     MEAN = (0.1307,)
     DEVIATION = (0.3081,)
 
+    @override
     def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
-        """Read the four IDX files.
-
-        Args:
-            files: Each of `FILES` -> where it is.
-
-        Returns:
-            Training pool and test set.
-
-        Raises:
-            TaskError: A file is malformed.
-        """
+        """Read the four IDX files."""
         paths = [files[name] for name in self.FILES]
         train = read_idx_pair(paths[0], paths[1], self.IMAGE, self.NUM_CLASSES)
         return train, read_idx_pair(paths[2], paths[3], self.IMAGE, self.NUM_CLASSES)
@@ -268,31 +256,15 @@ class Cifar10Task(ImageTask):
     MEAN = (0.49139968, 0.48215841, 0.44653091)
     DEVIATION = (0.24703223, 0.24348513, 0.26158784)
 
+    @override
     def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
-        """Read the npz file.
-
-        Args:
-            files: Each of `FILES` -> where it is.
-
-        Returns:
-            Training pool and test set.
-
-        Raises:
-            TaskError: The file is malformed.
-        """
+        """Read the npz file."""
         (path,) = files.values()
         return read_npz(path, self.IMAGE, self.NUM_CLASSES)
 
+    @override
     def augment(self, batch: Data, random: np.random.Generator) -> Data:
-        """Crop and flip the images of a training batch if the option ``augment`` says so.
-
-        Args:
-            batch: The examples; left unchanged.
-            random: Where the draws come from.
-
-        Returns:
-            As many examples.
-        """
+        """Crop and flip the images of a training batch if the option ``augment`` says so."""
         if not self.options["augment"]:
             return batch
         return dataclasses.replace(batch, inputs=crop_and_flip(np.asarray(batch.inputs), random))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from typing_extensions import override
 
 from fedapps.errors import TaskError
 from fedapps.tasks.base import DATA_VARIABLE, Data
@@ -36,14 +37,12 @@ class LibsvmTask(ConvexTask):
         "num-features": Option(0, "number of features; 0 = the largest index in the files"),
     }
 
+    @override
     def load(self) -> tuple[Data, Data]:
         """Read the files.
 
         Returns:
             Training pool and test set (empty without a test file); inputs CSR ``(n, d)`` float64, targets -1 or +1.
-
-        Raises:
-            TaskError: A file is missing, malformed, or has labels of other than two classes.
         """
         train_path, *test_paths = self._files.values()
         train = read_libsvm(train_path, self.options["num-features"])
@@ -55,6 +54,7 @@ class LibsvmTask(ConvexTask):
         width = max(train[0].shape[1], test[0].shape[1])
         return _data(train, classes, train_path, width), _data(test, classes, test_paths[0], width)
 
+    @override
     def checksums(self) -> dict[str, str]:
         """Identify the files, for the record of a run.
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from fedapps.curvature.newton import Objective
 from fedapps.errors import SettingsError, TaskError
@@ -69,6 +70,7 @@ class _SyntheticTask(ConvexTask):
             raise TaskError(f"task '{self.name}', task-options: {error}") from error
         return draw_problem(more)
 
+    @override
     def load(self) -> tuple[Data, Data]:
         """Draw the data.
 
@@ -83,12 +85,9 @@ class _SyntheticTask(ConvexTask):
         clients = np.repeat(np.arange(len(y)), y.shape[1])
         return Data(X.reshape(-1, X.shape[-1]), y.ravel(), {CLIENT: clients})
 
+    @override
     def client_data(self, partition: int, num_partitions: int) -> ClientData:
         """Give the data of one client.
-
-        Args:
-            partition: Partition id of the client.
-            num_partitions: Number of clients.
 
         Returns:
             Its examples; for testing, unless ``client-test-fraction`` cuts some from them, those of the test set that are
@@ -101,12 +100,9 @@ class _SyntheticTask(ConvexTask):
         own = np.flatnonzero(test.columns[CLIENT] == mine.train.columns[CLIENT][0])
         return dataclasses.replace(mine, test=test.take(own))
 
+    @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
         """Measure a weight vector.
-
-        Args:
-            arrays: ``{"weights": theta}``.
-            data: Examples.
 
         Returns:
             What the base class gives, and ``statistical-error``; nothing if there are no examples.
@@ -131,38 +127,23 @@ class SyntheticLinearTask(_SyntheticTask):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {"regularisation": Option(0.0, "weight of the L2 penalty, >= 0")}
 
+    @override
     def objective(self, data: Data) -> Objective:
-        """Give the regularised objective of some examples.
-
-        Args:
-            data: The examples, at least one.
-
-        Returns:
-            The objective.
-        """
         plain = least_squares(np.asarray(data.inputs), data.targets)
         return Quadratic(plain.A + self.options["regularisation"] * np.eye(len(plain.b)), plain.b, plain.c)
 
+    @override
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:
         """Measure a fit as least squares can, with the residual variance.
-
-        Args:
-            data: The examples.
-            v: The fit ``(d,)``.
-            received: ``(d,)``.
-            lam: ``lambda``.
 
         Returns:
             How far the fit is from ``received``, and how uncertain.
         """
         return fit_of_least_squares(np.asarray(data.inputs), data.targets, v, received, lam)
 
+    @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
         """Measure a weight vector.
-
-        Args:
-            arrays: ``{"weights": theta}``.
-            data: Examples.
 
         Returns:
             ``loss`` and ``statistical-error``; nothing if there are no examples.

@@ -49,6 +49,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
+from typing_extensions import override
 
 from fedapps.errors import TaskError
 from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
@@ -143,15 +144,8 @@ class TorchTask(Task):
         """
         return batch
 
+    @override
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
-        """Build the model that training starts from; torch's global generator is left as it was.
-
-        Args:
-            seed: Seed of the random initialisation.
-
-        Returns:
-            Name -> array of trainable parameters and persistent buffers.
-        """
         return module_arrays(self._build(seed))
 
     def trainable_names(self) -> list[str]:
@@ -207,17 +201,8 @@ class TorchTask(Task):
         """
         return _tensor(data.inputs, device), _tensor(data.targets, device)
 
+    @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
-        """Measure a model.
-
-        Args:
-            arrays: The model, with the names of `initial_arrays`.
-            data: Examples.
-            device: Where to compute.
-
-        Returns:
-            ``loss`` and metrics, means over the examples; nothing if there are no examples.
-        """
         return self.evaluate_module(self.module(arrays, device), data)
 
     def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from fedapps.tasks.base import Data
 from fedapps.tasks.language.encoding import PADDING, encode_prompts, following_ids, pad
@@ -33,11 +34,9 @@ class SquadTask(LanguageTask):
 
     ANSWER_LENGTH = 48
 
+    @override
     def encode(self, examples: list[Example]) -> Data:
         """Turn examples into prompts with their first answer behind.
-
-        Args:
-            examples: The examples.
 
         Returns:
             Inputs ``(n, longest)`` int32 prompt and answer, targets ``(n, longest answer)`` int32 answer, column
@@ -51,38 +50,23 @@ class SquadTask(LanguageTask):
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         return Data(pad(rows), pad(answers), {"answers": texts})
 
+    @override
     def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the cross-entropy of the answers' tokens.
-
-        Args:
-            model: The model.
-            inputs: Token ids of prompts and answers, ``(n, length)``.
-            targets: Token ids of the answers, ``(n, longest answer)``.
-
-        Returns:
-            A scalar: the mean over each answer's tokens, then over the examples.
-        """
+        """Compute the cross-entropy of the answers' tokens."""
         return answer_losses(cast("PreTrainedModel", model), inputs, _counts(targets)).mean()
 
+    @override
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the loss; the scores need the right answers and come in `evaluate_module`.
-
-        Args:
-            model: The model in evaluation mode.
-            inputs: Token ids of prompts and answers, ``(n, length)``.
-            targets: Token ids of the answers, ``(n, longest answer)``.
 
         Returns:
             ``loss``, a scalar.
         """
         return {"loss": self.loss(model, inputs, targets)}
 
+    @override
     def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:
         """Measure a module: the loss as for any task, and the scores of what it generates.
-
-        Args:
-            model: The model; every submodule's training mode is restored afterwards.
-            data: Examples.
 
         Returns:
             ``loss``, ``f1`` and ``exact-match``, means over the examples; nothing if there are no examples.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from fedapps.errors import TaskError
 from fedapps.tasks.base import Data, FirstModel, TaskConfig
@@ -80,6 +81,7 @@ class LanguageTask(TorchTask):
         self._check("lora-alpha", options["lora-alpha"] > 0, "a number above 0")
 
     @cached_property
+    @override
     def first_model(self) -> FirstModel:
         """The language model's source and revision; adapters start at random, so nobody else has those."""
         first = identify(self.options["model"])
@@ -106,15 +108,9 @@ class LanguageTask(TorchTask):
             Inputs ``(n, longest)`` int32 token ids padded behind, and targets.
         """
 
+    @override
     def load(self) -> tuple[Data, Data]:
-        """Read and tokenise the examples.
-
-        Returns:
-            Training pool and test set.
-
-        Raises:
-            TaskError: Data or tokenizer cannot be loaded, or the template does not fit them.
-        """
+        """Read and tokenise the examples."""
         train, test = read_examples(self.PROMPT, self.prompt.fields, self.data_dir)
         train = self._some_of("train-examples", train, stream(Purpose.SUBSET, self.config.seed))
         test = self._some_of("eval-examples", test, stream(Purpose.TEST_SET, TEST_SEED))
@@ -125,15 +121,9 @@ class LanguageTask(TorchTask):
         self._check(key, wanted <= len(examples), f"0 (all) to {len(examples)}, the examples that there are")
         return [examples[i] for i in random.permutation(len(examples))[:wanted]] if wanted else examples
 
+    @override
     def build_model(self) -> torch.nn.Module:
-        """Load the model, and freeze it and add adapters if the options say so.
-
-        Returns:
-            A causal language model of transformers.
-
-        Raises:
-            TaskError: It cannot be loaded, or is too small for ``max-length``.
-        """
+        """Load the model, and freeze it and add adapters if the options say so."""
         rank = self.options["lora-rank"]
         if rank == 0:
             return self._load_model()
@@ -161,12 +151,9 @@ class LanguageTask(TorchTask):
         model.train()
         return model
 
+    @override
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """Turn examples into tensors, no longer than the longest of them.
-
-        Args:
-            data: The examples; they are copied.
-            device: Where to put the tensors.
 
         Returns:
             Token ids ``(n, longest)`` and targets, int64.
@@ -175,15 +162,9 @@ class LanguageTask(TorchTask):
         ids, targets = (torch.tensor(trim(a) if a.ndim > 1 else a, dtype=torch.int64) for a in arrays)
         return ids.to(device), targets.to(device)
 
+    @override
     def evaluation_batches(self, data: Data) -> Iterator[Indices]:
-        """Group examples of similar length, so that there is little padding.
-
-        Args:
-            data: The examples.
-
-        Yields:
-            Indices of a batch of at most `EVALUATION_TOKENS` tokens, or of one example.
-        """
+        """Group examples of similar length, so that there is little padding."""
         sizes = lengths(np.asarray(data.inputs))
         order = np.argsort(-sizes, kind="stable")
         start = 0
@@ -207,11 +188,9 @@ class ClassificationTask(LanguageTask):
         """Token of the label word of each class."""
         return label_ids(self.tokenizer, self.prompt)
 
+    @override
     def encode(self, examples: list[Example]) -> Data:
         """Turn examples into prompts.
-
-        Args:
-            examples: The examples.
 
         Returns:
             Inputs ``(n, longest)`` int32 token ids padded behind, targets ``(n,)`` class numbers.
@@ -234,26 +213,14 @@ class ClassificationTask(LanguageTask):
         labels = torch.tensor(self.label_ids, device=inputs.device)
         return label_logits(cast("PreTrainedModel", model), inputs, labels)
 
+    @override
     def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the cross-entropy among the label words.
-
-        Args:
-            model: The model.
-            inputs: Token ids, ``(n, length)``.
-            targets: Class numbers, ``(n,)``.
-
-        Returns:
-            A scalar, the mean over the examples.
-        """
+        """Compute the cross-entropy among the label words."""
         return self.criterion(self.logits(model, inputs), targets)
 
+    @override
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute loss and accuracy.
-
-        Args:
-            model: The model in evaluation mode.
-            inputs: Token ids, ``(n, length)``.
-            targets: Class numbers, ``(n,)``.
 
         Returns:
             ``loss`` and ``accuracy``, scalars, means over the examples.
