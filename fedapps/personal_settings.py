@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from fedapps.personalization.choose_lambda import ChoiceConfig, Rule
+from fedapps.personalization.fedclup import FedClupConfig, Stale, default_gamma
+from fedapps.personalization.proximal import check_lambda
 from fedapps.settings import setting
 
 _EXPORT = "whether each client writes its personal model, with a manifest, beside its state after the last round"
@@ -99,10 +104,47 @@ class FedClupSettings(PulledSettings):
         choices=("balance", "two-cases"),
     )
 
+    def __post_init__(self) -> None:
+        check_lambda(self.lambda_, positive=True)
+        if self.gamma:
+            FedClupConfig(self.lambda_, self.gamma, Stale(self.stale))
+
     @property
     def patterns(self) -> list[str]:
         """The patterns of ``personal``, one by one."""
         return [part.strip() for part in self.personal.split(",") if part.strip()]
+
+    @property
+    def choice(self) -> ChoiceConfig | None:
+        """How ``lambda`` is chosen from local fits; None where it is fixed."""
+        if not self.adaptive:
+            return None
+        return ChoiceConfig(self.lambda_min, self.lambda_max, self.c, Rule(self.rule))
+
+    @property
+    def gamma_needs_curvature(self) -> bool:
+        """Whether the server step follows from ``L``."""
+        return not self.gamma and self.gamma_rule == "theory" and Stale(self.stale) is not Stale.REUSE_MODELS
+
+    def gamma_of(self, lam: float, L: float, num_sampled: int, num_clients: int) -> float:
+        """Give the server step in force.
+
+        Args:
+            lam: ``lambda`` in force.
+            L: Greatest curvature over the clients; 0 if it is not known, or the loss has none.
+            num_sampled: ``|S|``, clients in the round.
+            num_clients: ``N``.
+
+        Returns:
+            The step.
+        """
+        if self.gamma:
+            return self.gamma
+        if not self.gamma_needs_curvature:
+            return 1 / lam
+        # Of a loss without curvature only the pull is known.
+        heard = num_clients if Stale(self.stale) is Stale.REPLIES else num_sampled
+        return default_gamma(lam, L or np.inf, heard, num_clients)
 
 
 def pulled_step(lr: float, lambda_: float, personal_lr: float = 0.0) -> float:

@@ -68,6 +68,26 @@ def setting(default: Scalar, about: str, **limits: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+    """stub"""
+
+    fraction_train: float = 1.0
+    weighting: str = "examples"
+    seed: int = 0
+    min_replies: int = 1
+    on_failure: str = "tolerate"
+    round_timeout: float = 3600.0
+    node_wait: float = 120.0
+    max_consecutive_failed_rounds: int = 3
+    fold_buffer_mb: float = 256.0
+    max_message_mb: float = 2000.0
+
+    def weight(self, num_examples: int) -> float:
+        """Stub"""
+        return float(num_examples) if self.weighting == "examples" else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The resolved settings of a run, the same on the server and on every client.
 
@@ -150,6 +170,8 @@ class Settings:
         check_with = getattr(self.own, "check_with", None)
         if check_with is not None:
             check_with(self)
+
+    weight = RoundSettings.weight
 
     @property
     def exports(self) -> bool:

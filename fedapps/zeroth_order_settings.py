@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from fedapps.errors import SettingsError
 from fedapps.settings import Settings, setting
-from fedapps.zeroth_order.scheme import radius
+from fedapps.zeroth_order.directions import Distribution
+from fedapps.zeroth_order.scheme import HessianUpdate, Scheme, radius
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +139,18 @@ def _held_by_float32(value: float) -> bool:
 def _not_held(key: str, method: str, *, got: str, do: str) -> SettingsError:
     expected = "a number above 0 also when rounded to float32 (1.4e-45 to 3.4e38)"
     return SettingsError(f"setting '{key}' of method '{method}'", expected=expected, got=got, do=do)
+
+
+def scheme_of(seed: int, rule: str, own: ProbeSettings) -> Scheme:
+    """Give what the journal's header fixes over a run; both ends build it from the same settings.
+
+    Args:
+        seed: Seed of the run.
+        rule: The update rule, which is the name of the method.
+        own: The method's own settings.
+
+    Returns:
+        The scheme.
+    """
+    policy = getattr(own, "hessian_update", HessianUpdate.EVERY_STEP)
+    return Scheme(seed, rule, Distribution(own.distribution), HessianUpdate(policy))

@@ -9,9 +9,9 @@ import fedapps
 from fedapps.client_apps.personal_models import evaluate_model
 from fedapps.client_apps.work import Node, unpack_work
 from fedapps.compute import choose_device, pinned
+from fedapps.messages.node_facts import NODE, NodeFacts
+from fedapps.messages.schema import METRICS, NUM_EXAMPLES
 from fedapps.methods import get_method, resolve_settings
-from fedapps.records import METRICS, NODE, NUM_EXAMPLES
-from fedapps.strategies.roster import NodeFacts
 from fedapps.tasks.from_settings import load_task_of
 
 app = ClientApp()

@@ -14,18 +14,11 @@ from fedapps.client_apps.first_order import reply
 from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
 from fedapps.client_apps.personal_models import Kept, PersonalModel, load_personal, save_personal
 from fedapps.client_apps.work import ClientWork
+from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, fit_metrics
+from fedapps.messages.schema import METRICS, STORE_LOST, Arrays
 from fedapps.personal_settings import pulled_step
 from fedapps.personalization.fedclup import Stale, send
 from fedapps.personalization.parts import personal_names
-from fedapps.records import METRICS, STORE_LOST, Arrays
-from fedapps.strategies.fedclup_plan import (
-    CURVATURE,
-    FIT_DISTANCE2,
-    FIT_NOISE,
-    FIT_VARIANCE,
-    AskedCurvature,
-    RoundPlan,
-)
 
 
 def train(work: ClientWork) -> RecordDict:
@@ -71,7 +64,7 @@ def _train(
     if not plan.fitting:
         return problem.descend(kept.model, pull, step)
     trained, fit = problem.fit(work.arrays, pull, step)
-    metrics |= {FIT_DISTANCE2: fit.distance2, FIT_NOISE: fit.noise, FIT_VARIANCE: fit.variance}
+    metrics |= fit_metrics(fit)
     return trained
 
 

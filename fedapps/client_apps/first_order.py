@@ -15,7 +15,7 @@ import numpy as np
 from flwr.app import RecordDict
 
 from fedapps.client_apps.work import ClientWork
-from fedapps.records import ARRAYS, BUFFERS, METRICS, Arrays, pack_arrays
+from fedapps.messages.schema import ARRAYS, BUFFERS, METRICS, Arrays, pack_arrays
 
 if TYPE_CHECKING:
     from fedapps.tasks.convex_task import ConvexTask

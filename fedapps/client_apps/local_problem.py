@@ -16,11 +16,11 @@ import numpy as np
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.newton import Objective, minimise
 from fedapps.errors import TaskError
+from fedapps.messages.schema import Arrays
 from fedapps.personalization import pfedme
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.pfedme import PFedMeConfig
 from fedapps.personalization.proximal import Proximal, curvature_by_differences, curvature_range, descend
-from fedapps.records import Arrays
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
 
 

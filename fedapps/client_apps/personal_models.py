@@ -1,7 +1,7 @@
 """A client's personal model over rounds: kept in its store, measured beside the global one, written for use elsewhere.
 
 A client that has no folded reply yet has the global model as its personal one (LocalTrain: the initial model). So has one
-whose store is lost: it says so in its reply (`fedapps.records.STORE_LOST`), and the server notes it.
+whose store is lost: it says so in its reply (`fedapps.messages.schema.STORE_LOST`), and the server notes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import fedapps
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import MessageError
-from fedapps.records import Arrays
+from fedapps.messages.schema import Arrays
 from fedapps.results.storage import save_arrays, sync_file, to_json, write_atomically
 from fedapps.tasks.base import measure
 

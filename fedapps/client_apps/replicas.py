@@ -20,22 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord
 
 from fedapps.client_apps.work import ClientWork
-from fedapps.errors import FedAppsError, MessageError
-from fedapps.records import CONFIRM, JOURNAL
+from fedapps.errors import FedAppsError
+from fedapps.messages.scalars import JOURNAL, JournalPart
 from fedapps.results.storage import write_atomically
-from fedapps.strategies.scalar_options import scheme_of
 from fedapps.zeroth_order.errors import AstrayError, JournalError, ReplicaError
 from fedapps.zeroth_order.journal import BaseModel, Header, Journal
 from fedapps.zeroth_order.layout import fingerprint, layout_of
 from fedapps.zeroth_order.quiet import trainable_parameters
 from fedapps.zeroth_order.replica import Replica
-from fedapps.zeroth_order.scheme import Record
+from fedapps.zeroth_order.scheme import Record, Scheme
 from fedapps.zeroth_order.store import NO_STATE, OTHER_RUN, Store
 from fedapps.zeroth_order.tensors import like
-from fedapps.zeroth_order.wire import unpack_slice
+from fedapps.zeroth_order_settings import scheme_of
 
 if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
@@ -60,6 +58,7 @@ class CaughtUp:
     """A client whose replica is at the round that the server wants.
 
     Attributes:
+        received: What the server sent.
         model: The model; its trainable parameters are the replica's.
         state: The update rule's state, slot -> name -> tensor on the model's device.
         header: The run's header.
@@ -69,6 +68,7 @@ class CaughtUp:
         lost: Whether the client's own journal was lost, and its process's used.
     """
 
+    received: JournalPart
     model: torch.nn.Module
     state: dict[str, dict[str, Any]]
     header: Header
@@ -118,19 +118,13 @@ def caught_up(work: ClientWork) -> Iterator[CaughtUp]:
 
     Raises:
         NeedMoreError: The client lost its journal, and nothing here holds the rounds before the slice.
+        MessageError: The message holds no slice.
         JournalError: The slice is malformed, or the run's first model is not this task's.
         AstrayError: The replica differs from the journal's fingerprint although it was built again.
     """
-    record = work.records.get(JOURNAL)
-    if not isinstance(record, ConfigRecord) or not isinstance(record.get("base"), bytes):
-        raise MessageError(
-            "server's message",
-            expected=f"a record '{JOURNAL}' with a slice and the first model's fingerprint",
-            got=", ".join(work.records) or "nothing",
-            do="use fedapps.strategies.hiso.HiSo on the server",
-        )
-    part, confirm = unpack_slice(record, "server's message"), bool(record.get(CONFIRM))
-    with _open(work, bytes(record["base"]).hex()) as held:  # type: ignore[arg-type]  # checked above
+    received = JournalPart.from_entries(work.records.get(JOURNAL, {}))
+    part, confirm = received.part, received.confirm
+    with _open(work, received.base) as held:
         own = load_journal(work, held.header, part.after)
         known = own or _prefix(held.applied, part.after)
         if known is None:
@@ -138,7 +132,7 @@ def caught_up(work: ClientWork) -> Iterator[CaughtUp]:
         known.extend(part.records, part.through)
         rebuilt, found = _bring(work, held, known, part.through, confirm=confirm)
         state = _state_for(held, work.device)
-        yield CaughtUp(held.model, state, held.header, known, found, rebuilt, lost=own is None)
+        yield CaughtUp(received, held.model, state, held.header, known, found, rebuilt, lost=own is None)
 
 
 def load_journal(work: ClientWork, header: Header, after: int) -> Journal | None:
@@ -226,7 +220,7 @@ def _advance(held: _Held, journal: Journal, through: int) -> str | None:
 def _open(work: ClientWork, base: str) -> Iterator[_Held]:
     global _held
     settings = work.settings
-    scheme = scheme_of(settings)
+    scheme = _scheme(work)
     key = (work.experiment, base, scheme, settings.task, settings.task_options, work.device)
     if work.node.state_dir is not None:
         with _open_store(work, base, key) as held:
@@ -269,9 +263,13 @@ def _state_for(held: _Held, device: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def _scheme(work: ClientWork) -> Scheme:
+    return scheme_of(work.settings.seed, work.settings.method, work.settings.own)
+
+
 def _header(work: ClientWork, base: str, theta: dict[str, torch.nn.Parameter]) -> Header:
     first = work.task.first_model
-    return Header(scheme_of(work.settings), BaseModel(first.id, first.revision, base), layout_of(theta))
+    return Header(_scheme(work), BaseModel(first.id, first.revision, base), layout_of(theta))
 
 
 def _build(work: ClientWork) -> torch.nn.Module:

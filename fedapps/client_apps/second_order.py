@@ -9,38 +9,23 @@ losses along the averaged direction.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 
 from fedapps.client_apps.first_order import reply
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
-from fedapps.curvature.blocks import Block, WireDtype, triangle_block
+from fedapps.curvature.blocks import WireDtype, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout
 from fedapps.curvature.line_search import along
 from fedapps.curvature.newton import NewtonSteps, newton_steps
-from fedapps.records import (
-    ARRAYS,
-    BUFFERS,
-    CURVATURE,
-    FACTORS,
-    LAYOUT,
-    LINE_SEARCH,
-    LOSSES,
-    METRICS,
-    NUM_EXAMPLES,
-    PRODUCTS,
-    STEPS,
-    WIRE,
-    Arrays,
-    pack_arrays,
-    unpack_arrays,
-)
+from fedapps.messages.blocks import pack_blocks
+from fedapps.messages.line_search import DIRECTION, LINE_SEARCH, STEPS, pack_losses
+from fedapps.messages.schema import ARRAYS, NUM_EXAMPLES, Arrays, unpack_arrays
 from fedapps.tasks.base import Task
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
 
@@ -84,12 +69,12 @@ def train_fedpm(work: ClientWork) -> RecordDict:
         spec = BlockSpec(WEIGHTS, (WEIGHTS,), 1, len(steps.theta))
         delta = (steps.theta - work.arrays[WEIGHTS])[None]
         block = triangle_block(spec, [steps.P], delta, WireDtype(work.settings.own.wire))
-        return _blocks_reply([block], Layout((spec,)), {}, {}, work.metrics(train_loss=loss))
+        return pack_blocks([block], Layout((spec,)), {}, {}, work.metrics(train_loss=loss))
     trained = _train_with_foof(work, factor_min_rows=work.settings.own.factor_min_rows)
     blocks = trained.foof.blocks(WireDtype(work.settings.own.wire))
     trainable, buffers = _others(trained.model, trained.foof.layout)
     metrics = work.metrics(train_loss=trained.loss)
-    return _blocks_reply(blocks, trained.foof.layout, trainable, buffers, metrics)
+    return pack_blocks(blocks, trained.foof.layout, trainable, buffers, metrics)
 
 
 def train_localnewton(work: ClientWork) -> RecordDict:
@@ -122,8 +107,8 @@ def losses_along(work: ClientWork) -> RecordDict:
         The content of the reply: ``losses``.
     """
     steps = (0.0, *work.records[LINE_SEARCH][STEPS])
-    losses = [_loss(work, along(work.arrays, work.direction, step)) for step in steps]
-    return RecordDict({LINE_SEARCH: ConfigRecord({LOSSES: losses})})
+    losses = [_loss(work, along(work.arrays, work.records[DIRECTION], step)) for step in steps]
+    return pack_losses(losses)
 
 
 def _loss(work: ClientWork, arrays: Arrays) -> float:
@@ -212,33 +197,6 @@ def _others(model: nn.Module, layout: Layout) -> tuple[Arrays, Arrays]:
     return {name: value for name, value in trainable.items() if name not in layout.preconditioned}, buffers
 
 
-def _blocks_reply(
-    blocks: Sequence[Block], layout: Layout, trainable: Arrays, buffers: Arrays, metrics: MetricRecord
-) -> RecordDict:
-    content = RecordDict(
-        {
-            ARRAYS: pack_arrays(trainable),
-            PRODUCTS: pack_arrays({block.spec.layer: block.product for block in blocks}),
-            CURVATURE: pack_arrays({block.spec.layer: block.curvature for block in blocks}),
-            LAYOUT: ConfigRecord({LAYOUT: layout.to_json(), **_form(blocks)}),
-            METRICS: metrics,
-        }
-    )
-    if buffers:
-        content[BUFFERS] = pack_arrays(buffers)
-    return content
-
-
-def _form(blocks: Sequence[Block]) -> dict[str, str]:
-    """Tag the form in which ``P`` travels, where it is not the plain one."""
-    tags = {}
-    if any(block.curvature.dtype == np.uint16 for block in blocks):
-        tags[WIRE] = str(WireDtype.BFLOAT16)
-    if factors := {block.spec.layer: block.factor_rows for block in blocks if block.factor_rows}:
-        tags[FACTORS] = json.dumps(factors)
-    return tags
-
-
 # For clients of one's own ---------------------------------------------------------------------------------
 
 
@@ -284,4 +242,4 @@ def fedpm_reply(
     """
     values: dict[str, Any] = {name.replace("_", "-"): float(value) for name, value in metrics.items()}
     record = MetricRecord({NUM_EXAMPLES: num_examples, **values})
-    return _blocks_reply(foof.blocks(wire), foof.layout, *_others(model, foof.layout), record)
+    return pack_blocks(foof.blocks(wire), foof.layout, *_others(model, foof.layout), record)

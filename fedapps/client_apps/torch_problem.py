@@ -13,11 +13,11 @@ from fedapps.client_apps.local_problem import Pull, Trained
 from fedapps.client_apps.torch_training import losses_of, prepare_model, read_model
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import TaskError
+from fedapps.messages.schema import Arrays
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
 from fedapps.personalization.pfedme import PFedMeConfig, local_step
 from fedapps.personalization.proximal import curvature_by_differences
 from fedapps.personalization.torch_proximal import add_proximal_gradient, largest_curvature
-from fedapps.records import Arrays
 from fedapps.tasks.base import Data
 from fedapps.tasks.torch_arrays import trainable_names
 from fedapps.tasks.torch_task import EVALUATION_BATCH, evaluation_mode

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import TaskError
-from fedapps.records import Arrays
+from fedapps.messages.schema import Arrays
 from fedapps.tasks.torch_arrays import module_arrays, trainable_names
 
 if TYPE_CHECKING:

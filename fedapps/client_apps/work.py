@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord
+from flwr.app import Context, Message, MetricRecord
 
 from fedapps.client_apps.store import ClientStore
 from fedapps.compute import choose_device, generator
 from fedapps.errors import MessageError, TaskError
+from fedapps.messages.schema import (
+    ARRAYS,
+    CONFIG,
+    NUM_EXAMPLES,
+    SERVER_ROUND,
+    Arrays,
+    Entries,
+    Records,
+    missing_record,
+    unpack,
+)
 from fedapps.methods import resolve_settings
-from fedapps.records import ARRAYS, DIRECTION, NUM_EXAMPLES, SERVER_ROUND, Arrays, unpack_arrays, unpack_config
 from fedapps.settings import Settings
 from fedapps.tasks.from_settings import load_task_of
 
@@ -90,8 +100,7 @@ class ClientWork:
         experiment: Identity of the experiment.
         run_dir: The run folder as the server names it; it may lie on another machine.
         config: All entries of the message's config, those of one method included.
-        records: The message's config records by name, those of one method included.
-        direction: Tensors of the message's record ``direction``, by name; empty without one.
+        records: The message's other records by name: arrays or entries.
     """
 
     settings: Settings
@@ -104,9 +113,8 @@ class ClientWork:
     last_folded: int
     experiment: str
     run_dir: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    direction: Arrays = field(default_factory=dict)
+    config: Entries = field(default_factory=dict)
+    records: Records = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -206,7 +214,11 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
     """
     settings = resolve_settings(context.run_config)
     node = Node.of(context)
-    config = unpack_config(message.content, "server's message")
+    records = unpack(message.content, "server's message")
+    for name in (ARRAYS, CONFIG):
+        if name not in records:
+            raise missing_record("server's message", name, "record", message.content)
+    arrays, config = records.pop(ARRAYS), records.pop(CONFIG)
     task = load_task_of(settings)
     data = task.client_data(node.partition, node.num_partitions)
     return ClientWork(
@@ -214,19 +226,18 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
         task=task,
         node=node,
         data=data,
-        arrays=unpack_arrays(message.content, ARRAYS, "server's message"),
+        arrays=arrays,
         server_round=int(_entry(config, SERVER_ROUND)),
         lr=float(_entry(config, "lr")),
         last_folded=int(_entry(config, "last-folded")),
         experiment=str(config.get("experiment", "")),
         run_dir=str(config.get("run-dir", "")),
-        config=dict(config),
-        records=dict(message.content.config_records),
-        direction=unpack_arrays(message.content, DIRECTION, "server's message", optional=True),
+        config=config,
+        records=records,
     )
 
 
-def _entry(config: ConfigRecord, key: str) -> float:
+def _entry(config: Entries, key: str) -> float:
     value = config.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise MessageError(

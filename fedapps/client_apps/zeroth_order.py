@@ -13,29 +13,18 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 from fedapps.client_apps.first_order import reply
 from fedapps.client_apps.replicas import CaughtUp, NeedMoreError, caught_up, save_journal
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
-from fedapps.records import (
-    ARRAYS,
-    CONFIRM,
-    JOURNAL,
-    METRICS,
-    NEED_FROM,
-    NUM_EXAMPLES,
-    REBUILT,
-    SCALARS,
-    SERVER_ROUND,
-    STORE_LOST,
-)
+from fedapps.messages.scalars import NEED_FROM, fingerprint_entry, pack_reply, scalar_entries
+from fedapps.messages.schema import METRICS, NUM_EXAMPLES, REBUILT, STORE_LOST, Entries
 from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.probing import Difference, Prober, ProbeResult
 from fedapps.zeroth_order.quiet import quiet
 from fedapps.zeroth_order.scheme import LocalStep, Scheme
-from fedapps.zeroth_order.wire import pack_scalars
 
 if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
@@ -62,8 +51,8 @@ def train(work: ClientWork) -> RecordDict:
     """
     try:
         with caught_up(work) as client:
-            if work.records[JOURNAL].get(CONFIRM):
-                return _answer(work, {"fingerprint": bytes.fromhex(str(client.fingerprint))}, rebuilt=client.rebuilt)
+            if client.received.confirm:
+                return _answer(work, fingerprint_entry(str(client.fingerprint)), rebuilt=client.rebuilt)
             result = _measure(work, client)
             content = _pack(work, client, result)
             save_journal(work, client.journal)
@@ -122,9 +111,8 @@ def train_fedzo(work: ClientWork) -> RecordDict:
 
 
 def _measure(work: ClientWork, client: CaughtUp) -> ProbeResult:
-    record = work.records[JOURNAL]
     prober = Prober(client.model, client.header.scheme, client.state, threads=work.settings.compute_threads)
-    return _probe(work, prober, int(record["next-first-step"]), float(record["next-mu"]))
+    return _probe(work, prober, client.received.first_step, client.received.mu)
 
 
 def _probe(work: ClientWork, prober: Prober, first_step: int, mu: float) -> ProbeResult:
@@ -144,17 +132,13 @@ def _probe(work: ClientWork, prober: Prober, first_step: int, mu: float) -> Prob
 
 
 def _pack(work: ClientWork, client: CaughtUp, result: ProbeResult) -> RecordDict:
-    values = pack_scalars([value for row in result.scalars for value in row])
-    scalars = ConfigRecord({SERVER_ROUND: work.server_round, "values": values})
-    if client.fingerprint is not None:
-        scalars["fingerprint"] = bytes.fromhex(client.fingerprint)
     metrics = work.metrics(train_loss=_mean(result.losses))
     metrics.update(_rounding(result))
     if client.rebuilt:
         metrics[REBUILT] = 1.0
     if client.lost:
         metrics[STORE_LOST] = 1.0
-    return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: scalars, METRICS: metrics})
+    return pack_reply(scalar_entries(result.scalars, client.fingerprint), work.server_round, metrics)
 
 
 def _rounding(result: ProbeResult) -> dict[str, float]:
@@ -165,13 +149,12 @@ def _rounding(result: ProbeResult) -> dict[str, float]:
     return {PROBES_LOST: len(result.lost) / count, ELEMENTS_MOVED: result.moved}
 
 
-def _answer(work: ClientWork, values: dict[str, Any], *, rebuilt: bool = False) -> RecordDict:
+def _answer(work: ClientWork, entries: Entries, *, rebuilt: bool = False) -> RecordDict:
     """Answer without scalars."""
-    record = ConfigRecord({SERVER_ROUND: work.server_round, **values})
     metrics = MetricRecord({NUM_EXAMPLES: work.num_examples})
     if rebuilt:
         metrics[REBUILT] = 1.0
-    return RecordDict({ARRAYS: ArrayRecord({}), SCALARS: record, METRICS: metrics})
+    return pack_reply(entries, work.server_round, metrics)
 
 
 def _mean(losses: tuple[float, ...]) -> float:

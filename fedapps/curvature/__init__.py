@@ -11,7 +11,7 @@ module            subject                                                       
 ``newton``        full-Hessian steps of a convex model                                            no
 ``logistic``      L2-regularised logistic regression                                              no
 ``layout``        which parameters share a block, and a block as one matrix                       no
-``mixing``        preconditioned mixing and weighted means from running sums                      no
+``mixing``        preconditioned mixing from running sums                                         no
 ``packing``       a symmetric matrix as its upper triangle                                        no
 ``solve``         Cholesky with rising damping                                                    no
 ================  ==============================================================================  ======
@@ -33,13 +33,9 @@ if TYPE_CHECKING:
     from fedapps.curvature.logistic import LogisticRegression
     from fedapps.curvature.mixing import (
         BlockSums,
-        TensorSums,
         add_block,
-        add_mean,
-        finish_mean,
         mix_block,
         start_block,
-        start_mean,
     )
     from fedapps.curvature.newton import Objective, minimise, newton_steps
     from fedapps.curvature.packing import pack_upper, triangle_size, unpack_upper
@@ -54,13 +50,9 @@ _MODULES = {
     "logistic": ("LogisticRegression",),
     "mixing": (
         "BlockSums",
-        "TensorSums",
         "add_block",
-        "add_mean",
-        "finish_mean",
         "mix_block",
         "start_block",
-        "start_mean",
     ),
     "newton": ("Objective", "minimise", "newton_steps"),
     "packing": ("pack_upper", "triangle_size", "unpack_upper"),
@@ -77,13 +69,10 @@ __all__ = [
     "Layout",
     "LogisticRegression",
     "Objective",
-    "TensorSums",
     "WireDtype",
     "add_block",
-    "add_mean",
     "check_block",
     "covariance",
-    "finish_mean",
     "from_matrix",
     "layout_from_json",
     "minimise",
@@ -95,7 +84,6 @@ __all__ = [
     "register_layer",
     "solve_spd",
     "start_block",
-    "start_mean",
     "to_matrix",
     "triangle_size",
     "unpack_upper",

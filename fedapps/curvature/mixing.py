@@ -1,4 +1,4 @@
-r"""What a server does with the replies of a round: preconditioned mixing, and the weighted mean.
+r"""Preconditioned mixing: what FedPM's server does with the replies of a round.
 
 FedPM (arXiv 2511.09100, equation 8) mixes the clients' parameters through their curvature. In delta form, for one block:
 
@@ -24,16 +24,16 @@ which travels inside ``P_i``, it comes out as the plain mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapps.averaging import check_weight
 from fedapps.curvature.packing import triangle_size, unpack_upper
 from fedapps.curvature.solve import solve_spd
-from fedapps.errors import CurvatureError, explain
+from fedapps.errors import CurvatureError
 
 Array = NDArray[Any]
 
@@ -93,7 +93,7 @@ def add_block(sums: BlockSums, weight: float, curvature: Array, product: Array, 
         ValueError: The weight is not positive and finite.
         CurvatureError: A shape differs from the block's.
     """
-    _check_weight(weight, where)
+    check_weight(weight, where)
     if curvature.shape != sums.curvature.shape or product.shape != sums.product.shape:
         raise CurvatureError(
             where,
@@ -131,131 +131,3 @@ def mix_block(W: Array, sums: BlockSums, *, where: str) -> Mixed:
     M = sums.product / sums.weight
     solution = solve_spd(P, M.T, where=where)  # (width, rows)
     return Mixed(W.astype(np.float64) + solution.x.T, solution.added_damping)
-
-
-@dataclass
-class TensorSums:
-    """Running sums of named tensors over the replies of a round. `add_mean` changes them in place.
-
-    Attributes:
-        weight: Sum of ``p_i``.
-        sums: Floating tensors: sum of ``p_i x_i`` in float64.
-        maxima: Integer and bool tensors: maximum over the clients, in their own dtype.
-        dtypes: Dtype of every tensor, in the order of the names.
-    """
-
-    weight: float
-    sums: dict[str, NDArray[np.float64]]
-    maxima: dict[str, Array]
-    dtypes: dict[str, np.dtype[Any]]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the tensors."""
-        return frozenset(self.dtypes)
-
-
-def start_mean(like: Mapping[str, Array]) -> TensorSums:
-    """Start the sums of named tensors.
-
-    Args:
-        like: Tensors with the names, shapes and dtypes to come; their values do not matter.
-
-    Returns:
-        Sums over no client.
-
-    Raises:
-        CurvatureError: A dtype is neither floating, integer nor bool.
-    """
-    sums, maxima = {}, {}
-    for name, value in like.items():
-        if np.issubdtype(value.dtype, np.floating):
-            sums[name] = np.zeros(value.shape)
-        else:
-            maxima[name] = np.full(value.shape, _smallest(name, value.dtype), value.dtype)
-    return TensorSums(0.0, sums, maxima, {name: value.dtype for name, value in like.items()})
-
-
-def add_mean(sums: TensorSums, weight: float, arrays: Mapping[str, Array], *, where: str = "mean") -> None:
-    """Add a client's tensors to the sums, in place.
-
-    Args:
-        sums: The sums; unchanged if an error is raised.
-        weight: ``p_i`` up to a factor common to all clients, > 0.
-        arrays: Tensors with the names, shapes and dtypes of ``sums``.
-        where: The client, for messages.
-
-    Raises:
-        ValueError: The weight is not positive and finite.
-        CurvatureError: A name, shape or dtype differs.
-    """
-    _check_weight(weight, where)
-    _check_tensors(sums, arrays, where)
-    sums.weight += weight
-    for name, total in sums.sums.items():
-        np.add(total, np.multiply(arrays[name], weight, dtype=np.float64), out=total)
-    for name, largest in sums.maxima.items():
-        np.maximum(largest, arrays[name], out=largest)
-
-
-def finish_mean(sums: TensorSums) -> dict[str, Array]:
-    r"""Give the weighted mean :math:`\sum_i p_i x_i / \sum_i p_i` of every tensor; of integers and bools the maximum.
-
-    Args:
-        sums: Sums over the clients; left unchanged.
-
-    Returns:
-        Name -> tensor, shape and dtype as they came in, shape ``()`` included.
-
-    Raises:
-        ValueError: No client was added.
-    """
-    if sums.weight == 0:
-        raise ValueError("mean: expected at least one client, got none; call add_mean first")
-    return {
-        name: np.asarray(sums.sums[name] / sums.weight, dtype) if name in sums.sums else sums.maxima[name].copy()
-        for name, dtype in sums.dtypes.items()
-    }
-
-
-def _smallest(name: str, dtype: np.dtype[Any]) -> int | bool:
-    if np.issubdtype(dtype, np.integer):
-        return int(np.iinfo(dtype).min)
-    if np.issubdtype(dtype, np.bool_):
-        return False
-    raise CurvatureError(
-        f"tensor '{name}'",
-        expected="a floating, integer or bool dtype",
-        got=str(dtype),
-        do="convert it before it is averaged",
-    )
-
-
-def _check_weight(weight: float, where: str) -> None:
-    if not (np.isfinite(weight) and weight > 0):
-        raise ValueError(
-            explain(where, expected="a weight that is positive and finite", got=f"{weight}", do="leave the client out")
-        )
-
-
-def _check_tensors(sums: TensorSums, arrays: Mapping[str, Array], where: str) -> None:
-    if arrays.keys() != sums.names:
-        raise CurvatureError(
-            where,
-            expected=f"exactly the {len(sums.names)} tensors of the mean",
-            got=f"missing: {_list(sums.names - arrays.keys())}; unknown: {_list(arrays.keys() - sums.names)}",
-            do="build the same model on every client",
-        )
-    for name, value in arrays.items():
-        kept = sums.sums[name] if name in sums.sums else sums.maxima[name]
-        if value.shape != kept.shape or value.dtype != sums.dtypes[name]:
-            raise CurvatureError(
-                f"{where}, tensor '{name}'",
-                expected=f"shape {kept.shape} and dtype {sums.dtypes[name]}",
-                got=f"shape {value.shape} and dtype {value.dtype}",
-                do="build the same model on every client",
-            )
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
-    get_object_body,
     get_object_tree,
     no_object_id_recompute,
 )
 
+from fedapps.messages.schema import payload_bytes
 from fedapps.results.storage import Row
 
 Direction = Literal["down", "up"]
 Kind = Literal["train", "evaluate", "query"]
-
-_NPY_MAGIC = b"\x93NUMPY"
 
 
 def message_row(message: Message, *, server_round: int, partition: int | None, direction: Direction, kind: Kind) -> Row:
@@ -47,33 +45,10 @@ def message_row(message: Message, *, server_round: int, partition: int | None, d
     if message.has_error():
         row["error"] = message.error.code
     content = message.content if message.has_content() else RecordDict()
-    row["payload"] = {name: record_bytes(record) for name, record in content.items()}
+    row["payload"] = payload_bytes(content)
     row["objects"], row["object-tree"] = _serialised(message)
     row["serialised"] = row["objects"] + row["object-tree"]
     return row
-
-
-def record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
-    """Count the payload of a record.
-
-    Args:
-        record: A record.
-
-    Returns:
-        Bytes of its arrays without headers, or of its serialised values and their keys.
-    """
-    if isinstance(record, ArrayRecord):
-        return sum(_array_bytes(array) for array in record.values())
-    return len(get_object_body(record.deflate(), type(record)))
-
-
-def _array_bytes(array: Array) -> int:
-    """Count the data behind the ``.npy`` header (magic, version, length of the rest of the header)."""
-    data = array.data
-    if not data.startswith(_NPY_MAGIC):
-        return len(data)
-    start = 10 if data[6] == 1 else 12
-    return len(data) - start - int.from_bytes(data[8:start], "little")
 
 
 def _serialised(message: Message) -> tuple[int, int]:

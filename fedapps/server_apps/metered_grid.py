@@ -10,8 +10,8 @@ from flwr.serverapp import Grid
 from typing_extensions import override
 
 from fedapps.results.ledger import Direction, Kind, message_row
+from fedapps.strategies.base import RoundStrategy
 from fedapps.strategies.exchange import GridWrapper
-from fedapps.strategies.rounds import RoundMixin
 
 
 class MeteredGrid(GridWrapper):
@@ -50,7 +50,7 @@ class MeteredGrid(GridWrapper):
         )
         self._rows.append((node_id, row))
 
-    def take_rows(self, strategy: RoundMixin) -> list[dict[str, Any]]:
+    def take_rows(self, strategy: RoundStrategy) -> list[dict[str, Any]]:
         """Hand over the rows since the last call, with the partitions that the roster knows by now.
 
         Args:

@@ -6,7 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ConfigRecord
@@ -14,8 +14,8 @@ from flwr.serverapp import Grid
 
 from fedapps.compute import choose_device
 from fedapps.errors import CheckpointError, RoundFailedError
+from fedapps.messages.schema import Arrays, pack_arrays
 from fedapps.methods import Method, get_method
-from fedapps.records import Arrays, pack_arrays
 from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.environment import describe_environment
 from fedapps.results.ledger import sum_bytes
@@ -26,12 +26,13 @@ from fedapps.results.units import human_bytes, human_seconds
 from fedapps.server_apps.metered_grid import MeteredGrid
 from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import Settings, flatten, learning_rate
+from fedapps.strategies.base import RoundStrategy
 from fedapps.strategies.exchange import exchange
 from fedapps.tasks.base import Task, measure
 from fedapps.tasks.from_settings import load_task_of
 
 if TYPE_CHECKING:
-    from fedapps.tasks.torch_task import TorchTask
+    pass
 
 logger = getLogger("flwr")
 
@@ -44,14 +45,14 @@ LOGGED_METRICS = (
 
 @dataclass
 class _Run:
-    """A run; `arrays` is the model, or empty for scalar-only methods, whose strategy builds it on demand."""
+    """A run; `arrays` is the model, or empty where the strategy builds it on demand."""
 
     grid: MeteredGrid
     settings: Settings
     method: Method
     folder: RunFolder
     task: Task
-    strategy: Any
+    strategy: RoundStrategy
     experiment: str
     arrays: Arrays
     rows: list[dict[str, Any]]
@@ -82,7 +83,7 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
         reason = f"{type(error).__name__}: {error}"
         folder.write_summary(summarise(rows, status=status, reason=reason, primary=_judged_by(state)))
         logger.error("run %s: %s", status, error)
-        if state is not None and state.method.replicas:
+        if state is not None and not state.arrays:
             _leave_model(state)
         raise
     folder.write_summary(summarise(rows, status=RunStatus.COMPLETED, primary=_judged_by(state)))
@@ -97,7 +98,7 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     task = load_task_of(settings)
     checkpoint = load_checkpoint(folder, settings, method) if settings.resume else None
     experiment = checkpoint.experiment if checkpoint else _new_experiment(settings)
-    strategy = method.load_strategy().from_settings(settings, experiment)
+    strategy: RoundStrategy = method.load_strategy().from_settings(settings, experiment)
     flat = flatten(settings, method.group)
     folder.write_settings(flat)
     logger.info("settings: %s", " ".join(f"{key}={value!r}" for key, value in flat.items()))
@@ -110,44 +111,29 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     )  # fmt: skip
     if checkpoint:
         _take_back(state, checkpoint)
-    if method.replicas:
-        _open_journal(state, checkpoint)
-    if not checkpoint:
+    state.arrays = strategy.open(arrays, task, folder, resumed=checkpoint is not None)
+    if checkpoint:
+        _take_back_arrays(state, checkpoint)
+    else:
         _evaluate(state, 0)
     return state
 
 
 def _model(state: _Run, server_round: int) -> Arrays:
-    """Give the server's model, checked; scalar-only methods build it now."""
-    if not state.method.replicas:
-        return state.arrays
-    arrays: Arrays = state.strategy.model()
-    _check_model(arrays, server_round)
+    """Give the server's model, checked; some strategies build it now."""
+    arrays = state.strategy.model(state.arrays)
+    if arrays is not state.arrays:
+        _check_model(arrays, server_round)
     return arrays
 
 
 def _leave_model(state: _Run) -> None:
-    """Write the model of a scalar-only run that failed: its checkpoint holds none."""
+    """Write the model of a run that failed and whose checkpoint holds none, since its strategy builds it on demand."""
     try:
-        state.folder.write_model(state.strategy.model())
+        state.folder.write_model(state.strategy.model(state.arrays))
     except Exception as problem:
         # The journal still leads to it, and the failure of the run is what the user must see.
         logger.error("the model could not be written: %s", problem)
-
-
-def _open_journal(state: _Run, checkpoint: Checkpoint | None) -> None:
-    """Scalar-only methods: the journal, and the model that it starts from unless it is a published one, are kept."""
-    if checkpoint is None and not state.task.first_model.published:
-        state.folder.write_initial(state.arrays)
-    state.strategy.open_journal(
-        state.arrays,
-        cast("TorchTask", state.task).trainable_names(),
-        base=state.task.first_model.id,
-        revision=state.task.first_model.revision,
-        path=state.folder.journal_path,
-        load=lambda: state.task.initial_arrays(state.settings.seed),
-    )
-    state.arrays = {}
 
 
 def _new_experiment(settings: Settings) -> str:
@@ -156,8 +142,6 @@ def _new_experiment(settings: Settings) -> str:
 
 
 def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
-    if not state.method.replicas:
-        _take_back_arrays(state, checkpoint)
     state.folder.truncate_after(checkpoint.server_round)
     state.rows.extend(state.folder.read_metrics())
     state.first_round = checkpoint.server_round + 1
@@ -192,15 +176,8 @@ def _one_round(state: _Run, server_round: int) -> None:
     config = ConfigRecord({"lr": lr, "run-dir": str(state.folder.path)})
     messages = strategy.configure_train(server_round, pack_arrays(state.arrays), config, state.grid)
     _check_partitions(state)
-    while messages:
-        for reply in exchange(state.grid, messages, settings.round_timeout):
-            strategy.receive_message(reply)
-        messages = strategy.take_resends()
-    new = strategy.end_round()
-    if new is not None and state.method.replicas:
-        for reply in exchange(state.grid, strategy.confirmations(), settings.round_timeout):
-            strategy.receive_confirmation(reply)
-        strategy.settle()
+    strategy.take_replies(exchange(state.grid, messages, settings.round_timeout))
+    new = strategy.rounds.end()
     if new is not None:
         _check_model(new, server_round)
         state.arrays = new
@@ -235,7 +212,7 @@ def _check_partitions(state: _Run) -> None:
 
 def _treatment(state: _Run) -> dict[str, list[str]]:
     """Sort the tensors of the model by what happens to them; nothing for methods without curvature, or if not known yet."""
-    preconditioned = state.strategy.preconditioned() if state.method.layout else None
+    preconditioned = state.strategy.preconditioned()
     if preconditioned is None:
         return {}
     others = [name for name in state.arrays if name not in preconditioned]
@@ -272,7 +249,7 @@ def _append_ledger(state: _Run, rows: list[dict[str, Any]]) -> None:
 def _train_row(
     state: _Run, server_round: int, lr: float, seconds: float, ledger: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    report = state.strategy.report
+    report = state.strategy.rounds.report
     row: dict[str, Any] = {
         "round": server_round, "phase": "train", "seconds": seconds, "sampled": report.sampled,
         "folded": report.folded, "refused": {str(p): reason[-1000:] for p, reason in report.refused.items()},
@@ -308,13 +285,8 @@ def _evaluate(state: _Run, server_round: int) -> None:
 def _evaluate_on_clients(state: _Run, server_round: int, config: ConfigRecord) -> None:
     started = time.monotonic()
     messages = state.strategy.configure_evaluate(server_round, pack_arrays(state.arrays), config, state.grid)
-    metrics: dict[int, dict[str, float]] = {}
-    num_examples: dict[int, int] = {}
-    while messages:
-        replies = exchange(state.grid, messages, state.settings.round_timeout)
-        found, counts = state.strategy.evaluation_results(replies)
-        metrics, num_examples = metrics | found, num_examples | counts
-        messages = state.strategy.take_resends()
+    replies = exchange(state.grid, messages, state.settings.round_timeout)
+    metrics, num_examples = state.strategy.evaluation_results(replies)
     for partition, values in sorted(metrics.items()):
         client_row = {"round": server_round, "partition": partition, "num-examples": num_examples[partition], **values}
         state.folder.append_clients(client_row)
@@ -336,7 +308,7 @@ def _checkpoint(state: _Run, server_round: int) -> Checkpoint:
         arrays=state.arrays,
         strategy_arrays=state.strategy.state_arrays(),
         strategy_state=state.strategy.state(),
-        last_folded=state.strategy.last_folded,
+        last_folded=state.strategy.rounds.last_folded,
     )
 
 

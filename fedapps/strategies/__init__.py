@@ -1,5 +1,8 @@
 """Flower strategies, one file a method or family. Importing them imports no torch."""
 
+from fedapps.settings import RoundSettings
+from fedapps.strategies.base import RoundStrategy
+from fedapps.strategies.ditto import Ditto
 from fedapps.strategies.fedavg import FedAvg
 from fedapps.strategies.fedavgm import FedAvgM
 from fedapps.strategies.fedclup import FedCLUP
@@ -9,11 +12,10 @@ from fedapps.strategies.fedprox import FedProx
 from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.localnewton import LocalNewton
 from fedapps.strategies.localtrain import LocalTrain
-from fedapps.strategies.options import RoundOptions
 from fedapps.strategies.pfedme import PFedMe
-from fedapps.strategies.scalar_options import ScalarOptions
 
 __all__ = [
+    "Ditto",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -26,6 +28,6 @@ __all__ = [
     "LocalNewton",
     "LocalTrain",
     "PFedMe",
-    "RoundOptions",
-    "ScalarOptions",
+    "RoundSettings",
+    "RoundStrategy",
 ]

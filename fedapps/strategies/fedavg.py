@@ -2,7 +2,7 @@ r"""FedAvg: Flower's own strategy, with this package's sampling, checks, order, 
 
 .. math:: \theta' = \sum_i p_i \theta_i
 
-McMahan et al., AISTATS 2017, arXiv 1602.05629. `FlowerStrategyMixin` is for Flower's other first-order strategies as well.
+McMahan et al., AISTATS 2017, arXiv 1602.05629. `FlowerStrategy` is for Flower's other first-order strategies as well.
 
 Flower's strategies average whatever they are given: an integer counter would come out as a float, and FedAdam would
 normalise running statistics, so that a variance can become negative. So they see only the trainable tensors; buffers
@@ -11,17 +11,17 @@ follow this package's rule (floating: mean; integer: maximum, dtype kept).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from logging import getLogger
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import Message, Metadata, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from typing_extensions import override
 
-from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
+from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.errors import MessageError
-from fedapps.records import (
+from fedapps.messages.schema import (
     ARRAYS,
     METRICS,
     NUM_EXAMPLES,
@@ -31,9 +31,8 @@ from fedapps.records import (
     pack_arrays,
     unpack_arrays,
 )
-from fedapps.settings import Settings
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
+from fedapps.settings import RoundSettings
+from fedapps.strategies.base import RoundStrategy
 
 logger = getLogger("flwr")
 
@@ -41,75 +40,54 @@ BATCH_NORM_BUFFERS = ("running_mean", "running_var")
 """Last part of the names of floating buffers that torch's batch and instance normalisation keep."""
 
 
-class FlowerStrategyMixin(RoundMixin):
+class FlowerStrategy(RoundStrategy):
     """Gives one of Flower's averaging strategies this package's rounds.
 
-    Put it before the strategy in the list of bases. All replies of a round are kept until its end, since Flower aggregates
-    a list. A strategy that keeps state over rounds implements `set_model`, `state_arrays` and `load_state_arrays`; its
-    state changes in rounds above the quorum only, since Flower is called at their end.
+    All replies of a round are kept until its end, since Flower aggregates a list. A strategy that keeps state over rounds
+    implements `set_model`, `state_arrays` and `load_state_arrays`; its state changes in rounds above the quorum only, since
+    Flower is called at their end.
 
     Args:
-        options: The shared options.
+        settings: As `RoundStrategy`.
+        num_clients: As `RoundStrategy`.
+        evaluate_clients: As `RoundStrategy`.
         **flower: Arguments of Flower's strategy, by its own names.
+
+    Attributes:
+        flower: Flower's strategy.
     """
 
-    def __init__(self, *, options: RoundOptions | None = None, **flower: Any) -> None:
-        # Flower's strategy is the next class after RoundMixin in the method resolution order.
-        super().__init__(**flower)
-        self.set_up_rounds(options or RoundOptions())
-        self._flower = flower
+    FLOWER: ClassVar[type[FlowerFedAvg]] = FlowerFedAvg
+    """Flower's class."""
 
-    @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> Self:
-        """Build the strategy of a run.
+    def __init__(
+        self,
+        settings: RoundSettings | None = None,
+        *,
+        num_clients: int = 0,
+        evaluate_clients: bool = True,
+        **flower: Any,
+    ) -> None:
+        super().__init__(settings, num_clients=num_clients, evaluate_clients=evaluate_clients)
+        self.flower: Any = self.FLOWER(**flower)
+        self._arguments = flower
 
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
-
-        Returns:
-            The strategy.
-        """
-        return cls(options=RoundOptions.from_settings(settings, experiment), **cls.flower_arguments(settings.own))
-
-    @staticmethod
-    def flower_arguments(own: Any) -> dict[str, Any]:  # noqa: ARG004 - used where it is overridden
-        """Name the method's own settings as Flower's strategy does.
-
-        Args:
-            own: The settings of the method, or None.
-
-        Returns:
-            Arguments of Flower's strategy; none unless overridden.
-        """
-        return {}
-
+    @override
     def summary(self) -> None:
-        """Log what a reader of the log needs to repeat the run."""
         super().summary()
-        logger.info("%s %s", type(self).__name__, self._flower)
+        logger.info("%s %s", type(self).__name__, self._arguments)
 
-    def begin(self, arrays: Arrays) -> None:
-        """Start a round.
-
-        Args:
-            arrays: The model that is sent out, by name.
-        """
-        self._model = arrays
+    @override
+    def begin(self, model: Arrays) -> None:
+        self._model = model
         self._replies: list[Message] = []
         self._buffers: TensorSums | None = None
 
+    @override
     def fold(self, reply: Reply) -> None:
-        """Keep the trainable tensors for Flower, and add the buffers to their sums.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: A tensor of the model is missing.
-        """
+        """Keep the trainable tensors for Flower, and add the buffers to their sums."""
         check_complete(reply, set(), self._model)
-        weight = self.options.weight(reply.num_examples)
+        weight = self.settings.weight(reply.num_examples)
         buffers = {k: v for k, v in {**reply.arrays, **reply.buffers}.items() if k in reply.buffers or _is_buffer(k, v)}
         # In the order of the model, whatever the client's: Flower's FedAvgM matches tensors by position.
         trainable = {name: reply.arrays[name] for name in self._model if name not in buffers}
@@ -126,15 +104,12 @@ class FlowerStrategyMixin(RoundMixin):
         content = RecordDict({ARRAYS: pack_arrays(trainable), METRICS: MetricRecord({NUM_EXAMPLES: weight})})
         self._replies.append(_as_message(content, reply.partition))
 
+    @override
     def finish(self) -> Arrays:
-        """Let Flower aggregate the trainable tensors.
-
-        Returns:
-            The new model, by name, in the order of the old one.
-        """
+        """Let Flower aggregate the trainable tensors."""
         buffers = self._buffers.names if self._buffers is not None else set()
         self.set_model({name: value for name, value in self._model.items() if name not in buffers})
-        record, _ = self.aggregate_with_flower(self.report.server_round, self._replies)
+        record, _ = self.flower.aggregate_train(self.rounds.report.server_round, self._replies)
         new = unpack_arrays(RecordDict({ARRAYS: record}), ARRAYS, "Flower's strategy")
         if self._buffers is not None:
             new |= finish_mean(self._buffers)
@@ -147,22 +122,6 @@ class FlowerStrategyMixin(RoundMixin):
         Args:
             arrays: The trainable tensors, by name.
         """
-
-    def aggregate_with_flower(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord, MetricRecord | None]:
-        """Call the aggregation of Flower's strategy that stands behind this mixin.
-
-        Args:
-            server_round: The round.
-            replies: Valid replies, in order of partition ids.
-
-        Returns:
-            What Flower's ``aggregate_train`` gives.
-        """
-        # RoundMixin overrides aggregate_train, so Flower's is the next one after it in the method resolution order.
-        arrays, metrics = super(RoundMixin, self).aggregate_train(server_round, replies)  # type: ignore[misc]
-        return arrays, metrics
 
 
 def _is_buffer(name: str, value: np.ndarray) -> bool:
@@ -186,14 +145,10 @@ def _as_message(content: RecordDict, partition: int) -> Message:
     return message
 
 
-class FedAvg(FlowerStrategyMixin, FlowerFedAvg):
-    """Flower's FedAvg with this package's rounds.
-
-    Args:
-        options: The shared options.
-        **flower: Further arguments of Flower's strategy.
+class FedAvg(FlowerStrategy):
+    """Flower's FedAvg with this package's rounds; arguments as `FlowerStrategy`.
 
     Example:
-        >>> FedAvg(options=RoundOptions(seed=1, weighting="uniform")).options.seed
+        >>> FedAvg(RoundSettings(seed=1, weighting="uniform")).settings.seed
         1
     """

@@ -14,57 +14,42 @@ from typing import Any
 
 import numpy as np
 from flwr.serverapp.strategy import FedAvgM as FlowerFedAvgM
+from typing_extensions import override
 
-from fedapps.records import Arrays, pack_arrays
-from fedapps.strategies.fedavg import FlowerStrategyMixin
+from fedapps.messages.schema import Arrays, pack_arrays
+from fedapps.settings import Settings
+from fedapps.strategies.fedavg import FlowerStrategy
 
 
-class FedAvgM(FlowerStrategyMixin, FlowerFedAvgM):
-    """Flower's FedAvgM with this package's rounds.
-
-    Args:
-        options: The shared options.
-        **flower: Arguments of Flower's strategy: ``server_learning_rate``, ``server_momentum``.
+class FedAvgM(FlowerStrategy):
+    """Flower's FedAvgM with this package's rounds: ``server_learning_rate``, ``server_momentum``.
 
     Example:
-        >>> FedAvgM(server_momentum=0.9).server_opt
+        >>> FedAvgM(server_momentum=0.9).flower.server_opt
         True
     """
 
+    FLOWER = FlowerFedAvgM
     _names: tuple[str, ...] = ()
 
-    @staticmethod
-    def flower_arguments(own: Any) -> dict[str, Any]:
-        """Name the method's own settings as Flower's strategy does.
+    @override
+    @classmethod
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        return {"server_learning_rate": settings.own.server_lr, "server_momentum": settings.own.momentum}
 
-        Args:
-            own: A `fedapps.first_order_settings.FedAvgMSettings`.
-
-        Returns:
-            Arguments of Flower's strategy.
-        """
-        return {"server_learning_rate": own.server_lr, "server_momentum": own.momentum}
-
+    @override
     def set_model(self, arrays: Arrays) -> None:
-        """Tell Flower's strategy the model that was sent out.
-
-        Args:
-            arrays: The trainable tensors, by name.
-        """
         self._names = tuple(arrays)
-        self.current_arrays = pack_arrays(arrays)
+        self.flower.current_arrays = pack_arrays(arrays)
 
+    @override
     def state_arrays(self) -> Arrays:
-        """Give the momentum, by tensor, for a checkpoint; nothing before the first accepted round."""
-        if self.momentum_vector is None:
+        """Give the momentum, by tensor; nothing before the first accepted round."""
+        if self.flower.momentum_vector is None:
             return {}
-        return {name: np.asarray(v) for name, v in zip(self._names, self.momentum_vector, strict=True)}
+        return {name: np.asarray(v) for name, v in zip(self._names, self.flower.momentum_vector, strict=True)}
 
+    @override
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take back the momentum of a checkpoint.
-
-        Args:
-            arrays: What `state_arrays` gave, in its order.
-        """
         self._names = tuple(arrays)
-        self.momentum_vector = list(arrays.values()) or None
+        self.flower.momentum_vector = list(arrays.values()) or None

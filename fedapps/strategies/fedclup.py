@@ -23,18 +23,18 @@ from logging import getLogger
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord
-from flwr.serverapp.strategy import Strategy
+from typing_extensions import override
 
-from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
+from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.errors import MessageError, RosterError
-from fedapps.personal_settings import pulled_step
-from fedapps.personalization.choose_lambda import ChoiceConfig, Rule, choose_lambda
+from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
+from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
+from fedapps.personal_settings import FedClupSettings, pulled_step
+from fedapps.personalization.choose_lambda import choose_lambda
 from fedapps.personalization.fedclup import (
     FedClupConfig,
     ServerState,
     Stale,
-    default_gamma,
     fold,
     gamma_warnings,
     initial_state,
@@ -43,105 +43,14 @@ from fedapps.personalization.fedclup import (
 )
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
-from fedapps.personalization.proximal import check_lambda, step_warning
-from fedapps.records import STORE_LOST, Arrays, Reply, check_complete
-from fedapps.settings import Settings
-from fedapps.strategies.fedclup_plan import (
-    CURVATURE,
-    FIT_DISTANCE2,
-    FIT_NOISE,
-    FIT_VARIANCE,
-    AskedCurvature,
-    RoundPlan,
-)
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
+from fedapps.personalization.proximal import step_warning
+from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.base import RoundStrategy
 
 logger = getLogger("flwr")
 
 MOST_FIT_ROUNDS = 3
 """Rounds of local fits after which an undecided choice falls back on the fixed ``lambda``."""
-
-
-@dataclass(frozen=True)
-class FedClupOptions:
-    """The method's own options.
-
-    Attributes:
-        lam: ``lambda > 0``.
-        gamma: Server step; 0 takes it from ``gamma_rule``.
-        gamma_rule: ``theory`` or ``average``, see `fedapps.personal_settings.FedClupSettings`.
-        stale: What the sum holds of clients that did not reply.
-        patterns: The personal parameters; none for all.
-        choice: How to choose ``lambda`` from local fits; None keeps ``lam``.
-        lr: Clients' step on their loss alone, for warnings; 0 if it is not known.
-        personal_lr: Clients' step with the pull, if it does not follow from ``lr``.
-    """
-
-    lam: float = 0.1
-    gamma: float = 0.0
-    gamma_rule: str = "theory"
-    stale: Stale = Stale.REUSE
-    patterns: tuple[str, ...] = ()
-    choice: ChoiceConfig | None = None
-    lr: float = 0.0
-    personal_lr: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            SettingsError: A number is out of range, or ``gamma`` is too large for ``reuse-models``.
-        """
-        check_lambda(self.lam, positive=True)
-        if self.gamma:
-            FedClupConfig(self.lam, self.gamma, self.stale)
-
-    @property
-    def gamma_needs_curvature(self) -> bool:
-        """Whether the server step follows from ``L``."""
-        return not self.gamma and self.gamma_rule == "theory" and self.stale is not Stale.REUSE_MODELS
-
-    def gamma_of(self, lam: float, L: float, num_sampled: int, num_clients: int) -> float:
-        """Give the server step in force.
-
-        Args:
-            lam: ``lambda`` in force.
-            L: Greatest curvature over the clients; 0 if it is not known, or the loss has none.
-            num_sampled: ``|S|``, clients in the round.
-            num_clients: ``N``.
-
-        Returns:
-            The step.
-        """
-        if self.gamma:
-            return self.gamma
-        if not self.gamma_needs_curvature:
-            return 1 / lam
-        # Of a loss without curvature only the pull is known.
-        return default_gamma(lam, L or np.inf, num_clients if self.stale is Stale.REPLIES else num_sampled, num_clients)
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> FedClupOptions:
-        """Take the options from the settings of a run.
-
-        Args:
-            settings: The settings.
-
-        Returns:
-            The options.
-        """
-        own = settings.own
-        return cls(
-            lam=own.lambda_,
-            gamma=own.gamma,
-            gamma_rule=own.gamma_rule,
-            stale=Stale(own.stale),
-            patterns=tuple(own.patterns),
-            choice=ChoiceConfig(own.lambda_min, own.lambda_max, own.c, Rule(own.rule)) if own.adaptive else None,
-            lr=settings.lr,
-            personal_lr=own.personal_lr,
-        )
 
 
 @dataclass
@@ -167,64 +76,61 @@ class _Round:
     lost: bool = False
 
 
-class FedCLUP(RoundMixin, Strategy):
+class FedCLUP(RoundStrategy):
     """A server step from the running sum of the clients' differences.
 
     Args:
-        options: The shared options.
-        own: The method's own options.
+        settings: As `RoundStrategy`.
+        own: The method's own settings.
+        lr: Clients' step on their loss alone, for warnings; 0 if it is not known.
+        **rounds: Further arguments of `RoundStrategy`.
 
     Example:
-        >>> FedCLUP(options=RoundOptions(fraction_train=0.5), own=FedClupOptions(lam=0.3)).lam
+        >>> FedCLUP(own=FedClupSettings(lambda_=0.3)).lam
         0.3
     """
 
-    def __init__(self, *, options: RoundOptions | None = None, own: FedClupOptions | None = None) -> None:
-        self.set_up_rounds(options or RoundOptions())
-        self.own = own or FedClupOptions()
+    def __init__(
+        self,
+        settings: RoundSettings | None = None,
+        *,
+        own: FedClupSettings | None = None,
+        lr: float = 0.0,
+        **rounds: Any,
+    ) -> None:
+        super().__init__(settings, **rounds)
+        self.own = own or FedClupSettings()
+        self.lr = lr
         self.choosing = self.own.choice is not None
-        self.lam = self.own.choice.lower if self.own.choice else self.own.lam
+        self.lam = self.own.choice.lower if self.own.choice else self.own.lambda_
         self._fit_rounds = 0
         self._state: ServerState | None = None
         self._heard_of: set[int] = set()
         self._curvature: dict[int, float] = {}
-        self._warned: set[str] = set()
         self._round: _Round | None = None
 
+    @override
     @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> FedCLUP:
-        """Build the strategy of a run.
-
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
-
-        Returns:
-            The strategy.
-        """
-        return cls(options=RoundOptions.from_settings(settings, experiment), own=FedClupOptions.from_settings(settings))
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        return {"own": settings.own, "lr": settings.lr}
 
     # What clients are asked ------------------------------------------------------------------
 
+    @override
     def sample(self, server_round: int) -> list[int]:
-        """Choose the clients of a round: all of them while ``lambda`` is being chosen.
-
-        Args:
-            server_round: The round.
-
-        Returns:
-            Partition ids, ascending.
-        """
+        """Choose the clients of a round: all of them while ``lambda`` is being chosen."""
         return list(range(self.roster.num_partitions)) if self.choosing else super().sample(server_round)
 
-    def _client_config(self, server_round: int, partition: int, config: ConfigRecord) -> ConfigRecord:
+    @override
+    def records_for(self, partition: int, through: int, model: Arrays) -> Records:
+        """Send the model, and the client's part in the round."""
         plan = RoundPlan(
             lam=self.lam,
             generation=self._state.generation if self._state else 0,
             fitting=self.choosing,
             curvature=self._asked_curvature(partition),
         )
-        return ConfigRecord({**super()._client_config(server_round, partition, config), **plan.to_entries()})
+        return {ARRAYS: model, CONFIG: plan.to_entries()}
 
     def _asked_curvature(self, partition: int) -> AskedCurvature:
         if partition in self._curvature:
@@ -234,29 +140,20 @@ class FedCLUP(RoundMixin, Strategy):
 
     # The round -------------------------------------------------------------------------------
 
-    def begin(self, arrays: Arrays) -> None:
+    @override
+    def begin(self, model: Arrays) -> None:
         """Start a round.
-
-        Args:
-            arrays: The model that is sent out, by name.
 
         Raises:
             SettingsError: A pattern of the personal parts names no tensor.
         """
-        personal_names(list(arrays), self.own.patterns)
-        self._model = arrays
+        personal_names(list(model), self.own.patterns)
+        self._model = model
         self._round = None
 
+    @override
     def fold(self, reply: Reply) -> None:
-        """Add the change of a client's difference to the running sum, and its other tensors to their mean.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: A tensor of the model is missing, the personal tensors differ from the other clients', or the
-                scalars of a local fit are missing.
-        """
+        """Add the change of a client's difference to the running sum, and its other tensors to their mean."""
         check_complete(reply, set(), self._model)
         names = personal_names(list(reply.arrays), self.own.patterns)
         current = self._round or self._start(names, reply)
@@ -267,8 +164,8 @@ class FedCLUP(RoundMixin, Strategy):
                 got=str(list(names)),
                 do="build the same model on every client",
             )
-        fit = _read_fit(reply) if self.choosing else None
-        add_mean(current.shared, self.options.weight(reply.num_examples), _others(reply, names), where=reply.where)
+        fit = read_fit(reply) if self.choosing else None
+        add_mean(current.shared, self.settings.weight(reply.num_examples), _others(reply, names), where=reply.where)
         self._round = current
         if fit is not None:
             current.fits[reply.partition] = fit
@@ -290,7 +187,7 @@ class FedCLUP(RoundMixin, Strategy):
 
     @property
     def _stale(self) -> Stale:
-        return Stale.REPLIES if self.choosing else self.own.stale
+        return Stale.REPLIES if self.choosing else Stale(self.own.stale)
 
     def _weight(self, partition: int) -> float:
         """Give ``p_i``, over all ``N`` clients."""
@@ -302,22 +199,21 @@ class FedCLUP(RoundMixin, Strategy):
                 got=f"no answer from client {partition}",
                 do="use fedapps.client_apps on every node",
             )
-        return self.options.weight(facts[partition].num_examples) / sum(
-            self.options.weight(facts[p].num_examples) for p in sorted(facts)
+        return self.settings.weight(facts[partition].num_examples) / sum(
+            self.settings.weight(facts[p].num_examples) for p in sorted(facts)
         )
 
+    @override
     def finish(self) -> Arrays:
-        """Take the server step, and the mean of the tensors that are not personal.
-
-        Returns:
-            The new model, by name, in the order of the old one.
-        """
+        """Take the server step, and the mean of the tensors that are not personal."""
         current, self._round = self._round, None
         if current is None:
             raise RuntimeError("finish without a folded reply")
         self._curvature, self._heard_of = current.curvature, current.heard_of
         if current.lost:
-            self.note("the sum of differences starts anew: the personal tensors of the global model stay as they are")
+            self.rounds.note(
+                "the sum of differences starts anew: the personal tensors of the global model stay as they are"
+            )
             self._state, self._heard_of = restart(current.state), set()
         elif self.choosing:
             self._state = self._choose(current)
@@ -344,27 +240,29 @@ class FedCLUP(RoundMixin, Strategy):
             self.roster.num_partitions,
         )
         self._fit_rounds += 1
-        self.report.notes.append(report.describe())
-        logger.info("round %d: %s", self.report.server_round, report.describe())
-        self.report.values["R2"] = report.R2
+        self.rounds.report.notes.append(report.describe())
+        logger.info("round %d: %s", self.rounds.report.server_round, report.describe())
+        self.rounds.report.values["R2"] = report.R2
         # gamma = 1/lambda is plain averaging, whatever lambda.
         state = server_step(current.state, FedClupConfig(self.lam, 1 / self.lam, Stale.REPLIES))
         if report.decided:
             self.lam, self.choosing = report.lam, False
         elif self._fit_rounds == MOST_FIT_ROUNDS:
-            self.lam, self.choosing = self.own.lam, False
-            self.note(f"lambda is not decided after {MOST_FIT_ROUNDS} rounds of local fits: {self.lam:g} is kept")
-        self.report.values["lambda"] = self.lam
+            self.lam, self.choosing = self.own.lambda_, False
+            self.rounds.note(
+                f"lambda is not decided after {MOST_FIT_ROUNDS} rounds of local fits: {self.lam:g} is kept"
+            )
+        self.rounds.report.values["lambda"] = self.lam
         return state
 
     def _config(self) -> FedClupConfig:
-        config = FedClupConfig(self.lam, self._gamma(), self.own.stale)
-        self.report.values |= {"lambda": config.lam, "gamma": config.gamma}
+        config = FedClupConfig(self.lam, self._gamma(), Stale(self.own.stale))
+        self.rounds.report.values |= {"lambda": config.lam, "gamma": config.gamma}
         return config
 
     def _gamma(self) -> float:
         return self.own.gamma_of(
-            self.lam, self._greatest_curvature(), len(self.report.sampled), self.roster.num_partitions
+            self.lam, self._greatest_curvature(), len(self.rounds.report.sampled), self.roster.num_partitions
         )
 
     def _greatest_curvature(self) -> float:
@@ -375,33 +273,27 @@ class FedCLUP(RoundMixin, Strategy):
         L = self._greatest_curvature()
         if not L:
             return
-        warnings = gamma_warnings(config, L, len(self.report.sampled), self.roster.num_partitions)
-        if self.own.lr or self.own.personal_lr:
-            step = pulled_step(self.own.lr, config.lam, self.own.personal_lr)
+        warnings = gamma_warnings(config, L, len(self.rounds.report.sampled), self.roster.num_partitions)
+        if self.lr or self.own.personal_lr:
+            step = pulled_step(self.lr, config.lam, self.own.personal_lr)
             warnings += [text for text in [step_warning(step, L, config.lam)] if text]
         for text in warnings:
-            kind = text.partition("=")[0]
-            if kind not in self._warned:
-                self._warned.add(kind)
-                self.note(text)
+            self.note_once(text.partition("=")[0], text)
 
     # Resume ----------------------------------------------------------------------------------
 
+    @override
     def state_arrays(self) -> Arrays:
-        """Give the running sum, for a checkpoint."""
+        """Give the running sum."""
         return {} if self._state is None else dict(self._state.total)
 
+    @override
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take back the running sum; called after `load_state`.
-
-        Args:
-            arrays: What `state_arrays` gave.
-        """
         if self._state is not None:
             self._state = replace(self._state, total=dict(arrays))
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Give the plain state that a checkpoint keeps beside the running sum."""
         held = None if self._state is None else {"heard": self._state.heard, "generation": self._state.generation}
         return {
             **super().state(),
@@ -411,16 +303,11 @@ class FedCLUP(RoundMixin, Strategy):
             "lambda": self.lam,
             "choosing": self.choosing,
             "fit-rounds": self._fit_rounds,
-            "warned": sorted(self._warned),
+            "warned": sorted(self._noted),
         }
 
+    @override
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
-        """Take back the plain state of a checkpoint.
-
-        Args:
-            state: What `state` gave.
-            last_folded: Partition -> round of its last folded reply.
-        """
         super().load_state(state, last_folded)
         if state["sum"] is not None:
             self._state = ServerState({}, {}, heard=state["sum"]["heard"], generation=state["sum"]["generation"])
@@ -428,26 +315,9 @@ class FedCLUP(RoundMixin, Strategy):
         self._curvature = {int(p): L for p, L in state["curvature"].items()}
         self.lam, self.choosing = state["lambda"], state["choosing"]
         self._fit_rounds = state["fit-rounds"]
-        self._warned = set(state["warned"])
+        self._noted = set(state["warned"])
 
 
 def _others(reply: Reply, names: tuple[str, ...]) -> Arrays:
     shared = {name: value for name, value in reply.arrays.items() if name not in names}
     return {**shared, **reply.buffers}
-
-
-def _read_fit(reply: Reply) -> LocalFit:
-    missing = [name for name in (FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE) if name not in reply.metrics]
-    if missing:
-        raise MessageError(
-            f"{reply.where}, metrics",
-            expected="the scalars of a local fit",
-            got=f"none called {', '.join(missing)}",
-            do="use the same version of fedapps on both ends",
-        )
-    return LocalFit(
-        reply.num_examples,
-        reply.metrics.pop(FIT_DISTANCE2),
-        reply.metrics.pop(FIT_NOISE),
-        reply.metrics.pop(FIT_VARIANCE),
-    )

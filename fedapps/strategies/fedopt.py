@@ -24,104 +24,71 @@ NumPy 2 makes Flower's FedAdam give float64 for a float32 model. A model keeps i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.serverapp.strategy import FedAdagrad as FlowerFedAdagrad
 from flwr.serverapp.strategy import FedAdam as FlowerFedAdam
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import FedYogi as FlowerFedYogi
+from typing_extensions import override
 
-from fedapps.records import Arrays
-from fedapps.strategies.fedavg import FlowerStrategyMixin
+from fedapps.messages.schema import Arrays
+from fedapps.settings import Settings
+from fedapps.strategies.fedavg import FlowerStrategy
 
 MOMENTS = {"m_t": "m/", "v_t": "v/"}
 """Attribute of Flower's strategy -> prefix of its tensors in a checkpoint."""
 
 
-class FedOptMixin(FlowerStrategyMixin):
-    """What the strategies on Flower's ``FedOpt`` share: the moments ``m_t`` and ``v_t``, by tensor."""
-
-    current_arrays: dict[str, np.ndarray] | None
-    m_t: dict[str, np.ndarray] | None
-    v_t: dict[str, np.ndarray] | None
-
-    @staticmethod
-    def flower_arguments(own: Any) -> dict[str, Any]:
-        """Name the method's own settings as Flower's strategy does.
-
-        Args:
-            own: A `fedapps.first_order_settings.FedOptSettings`.
-
-        Returns:
-            Arguments of Flower's strategy.
-        """
-        return {"eta": own.server_lr, "beta_1": own.beta_1, "beta_2": own.beta_2, "tau": own.tau}
-
-    def set_model(self, arrays: Arrays) -> None:
-        """Tell Flower's strategy the model that was sent out.
-
-        Args:
-            arrays: The trainable tensors, by name.
-        """
-        self.current_arrays = dict(arrays)
-
-    def state_arrays(self) -> Arrays:
-        """Give both moments, by tensor, for a checkpoint; nothing before the first accepted round."""
-        return {
-            prefix + name: np.asarray(value)
-            for moment, prefix in MOMENTS.items()
-            for name, value in (getattr(self, moment) or {}).items()
-        }
-
-    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take back the moments of a checkpoint.
-
-        Args:
-            arrays: What `state_arrays` gave.
-        """
-        for moment, prefix in MOMENTS.items():
-            own = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-            setattr(self, moment, own or None)
-
-
-class FedAdam(FedOptMixin, FlowerFedAdam):
-    """Flower's FedAdam with this package's rounds.
-
-    Args:
-        options: The shared options.
-        **flower: Arguments of Flower's strategy: ``eta``, ``beta_1``, ``beta_2``, ``tau``.
+class FedAdam(FlowerStrategy):
+    """Flower's FedAdam with this package's rounds: ``eta``, ``beta_1``, ``beta_2``, ``tau``.
 
     Example:
-        >>> FedAdam(eta=0.03).eta
+        >>> FedAdam(eta=0.03).flower.eta
         0.03
     """
 
+    FLOWER: ClassVar[type[FlowerFedAvg]] = FlowerFedAdam
 
-class FedYogi(FedOptMixin, FlowerFedYogi):
-    """Flower's FedYogi with this package's rounds.
+    @override
+    @classmethod
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        own = settings.own
+        return {"eta": own.server_lr, "beta_1": own.beta_1, "beta_2": own.beta_2, "tau": own.tau}
 
-    Args:
-        options: The shared options.
-        **flower: Arguments of Flower's strategy: ``eta``, ``beta_1``, ``beta_2``, ``tau``.
-    """
+    @override
+    def set_model(self, arrays: Arrays) -> None:
+        self.flower.current_arrays = dict(arrays)
+
+    @override
+    def state_arrays(self) -> Arrays:
+        """Give both moments, by tensor; nothing before the first accepted round."""
+        return {
+            prefix + name: np.asarray(value)
+            for moment, prefix in MOMENTS.items()
+            for name, value in (getattr(self.flower, moment) or {}).items()
+        }
+
+    @override
+    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for moment, prefix in MOMENTS.items():
+            own = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+            setattr(self.flower, moment, own or None)
 
 
-class FedAdagrad(FedOptMixin, FlowerFedAdagrad):
-    """Flower's FedAdagrad with this package's rounds.
+class FedYogi(FedAdam):
+    """Flower's FedYogi with this package's rounds; arguments and state as `FedAdam`."""
 
-    Args:
-        options: The shared options.
-        **flower: Arguments of Flower's strategy: ``eta``, ``tau``.
-    """
+    FLOWER = FlowerFedYogi
 
-    @staticmethod
-    def flower_arguments(own: Any) -> dict[str, Any]:
-        """Name the method's own settings as Flower's strategy does.
 
-        Args:
-            own: A `fedapps.first_order_settings.FedAdagradSettings`.
+class FedAdagrad(FedAdam):
+    """Flower's FedAdagrad with this package's rounds: ``eta``, ``tau``."""
 
-        Returns:
-            Arguments of Flower's strategy.
-        """
-        return {"eta": own.server_lr, "tau": own.tau}
+    FLOWER = FlowerFedAdagrad
+
+    @override
+    @classmethod
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        return {"eta": settings.own.server_lr, "tau": settings.own.tau}

@@ -11,32 +11,24 @@ they are integers, the maximum.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from logging import getLogger
+from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord
-from flwr.serverapp.strategy import Strategy
+from typing_extensions import override
 
-from fedapps.curvature.blocks import Block, WireDtype, check_block
-from fedapps.curvature.layout import BlockSpec, Layout, describe_tiles, from_matrix, layout_from_json, to_matrix
-from fedapps.curvature.mixing import (
-    BlockSums,
-    TensorSums,
-    add_block,
-    add_mean,
-    finish_mean,
-    mix_block,
-    start_block,
-    start_mean,
-)
+from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
+from fedapps.curvature.blocks import Block
+from fedapps.curvature.layout import BlockSpec, Layout, describe_tiles, from_matrix, to_matrix
+from fedapps.curvature.mixing import BlockSums, add_block, mix_block, start_block
 from fedapps.curvature.packing import scaled_identity
 from fedapps.errors import MessageError
-from fedapps.records import CURVATURE, FACTORS, LAYOUT, PRODUCTS, WIRE, Arrays, Reply, check_complete, unpack_arrays
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
+from fedapps.messages.blocks import CURVATURE, PRODUCTS, read_blocks, read_layout
+from fedapps.messages.schema import Announced, Arrays, Reply, check_complete
+from fedapps.settings import RoundSettings
+from fedapps.strategies.base import RoundStrategy
 
 logger = getLogger("flwr")
 
@@ -58,63 +50,54 @@ class _LayerSums:
     without_input: list[int] = field(default_factory=list)
 
 
-class FedPM(RoundMixin, Strategy):
+class FedPM(RoundStrategy):
     """Preconditioned mixing of the clients' parameters.
 
     Args:
-        options: The shared options.
+        settings: As `RoundStrategy`.
+        **rounds: Further arguments of `RoundStrategy`.
 
     Attributes:
         layout: What is preconditioned and what averaged, from the first reply that was folded; None before. It is logged
             then, since clients of one's own may answer no query that would say it earlier.
 
     Example:
-        >>> FedPM(options=RoundOptions(seed=1, fraction_train=0.5)).options.fraction_train
+        >>> FedPM(RoundSettings(seed=1, fraction_train=0.5)).settings.fraction_train
         0.5
     """
 
-    def __init__(self, *, options: RoundOptions | None = None) -> None:
-        self.set_up_rounds(options or RoundOptions())
+    def __init__(self, settings: RoundSettings | None = None, **rounds: Any) -> None:
+        super().__init__(settings, **rounds)
         self.layout: Layout | None = None
         self._layers: dict[str, _LayerSums] = {}
         # One entry a tensor, since clients may differ in which tensors have a block.
         self._means: dict[str, TensorSums] = {}
         self._senders: dict[str, list[int]] = {}
 
+    @override
     def preconditioned(self) -> Collection[str] | None:
-        """Name the tensors that the clients precondition.
-
-        Returns:
-            The names, from the first reply that was folded; None before.
-        """
         return None if self.layout is None else self.layout.preconditioned
 
-    def begin(self, arrays: Arrays) -> None:
-        """Start a round.
+    @override
+    def announced(self, model: Arrays) -> Announced:
+        """Announce the blocks too, whose shapes follow from the layout of the reply."""
+        return {**super().announced(model), PRODUCTS: None, CURVATURE: None}
 
-        Args:
-            arrays: The model that is sent out, by name.
-        """
-        self._model = arrays
+    @override
+    def begin(self, model: Arrays) -> None:
+        self._model = model
         self._layers, self._means, self._senders = {}, {}, {}
 
+    @override
     def fold(self, reply: Reply) -> None:
-        """Add ``p_i P_i`` and ``p_i M_i`` of every block, and the tensors without one, to their sums.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: A block is missing, misshapen or not finite, or a layer's block has another shape than on the other
-                clients.
-        """
+        """Add ``p_i P_i`` and ``p_i M_i`` of every block, and the tensors without one, to their sums."""
         layout = read_layout(reply)
         self._check_layout(layout, reply.where)
         check_complete(reply, set(layout.preconditioned), self._model)
-        blocks = _read_blocks(reply, layout)
+        blocks = read_blocks(reply, layout)
         for block in blocks:
             to_matrix(self._model, block.spec, reply.where)  # The block fits the model that was sent out.
-        weight = self.options.weight(reply.num_examples)
+        weight = self.settings.weight(reply.num_examples)
         for block in blocks:
             self._add_block(block, weight, reply)
         for name, value in {**reply.arrays, **reply.buffers}.items():
@@ -160,14 +143,12 @@ class FedPM(RoundMixin, Strategy):
         else:
             layer.informed = True
 
+    @override
     def finish(self) -> Arrays:
         """Mix every block, and take the mean of everything else.
 
         A client without a block for a layer took plain gradient steps with it, which divide by the identity: it takes part in
         the mixing with ``P_i = I``.
-
-        Returns:
-            The new model, by name, in the order of the old one.
 
         Raises:
             CurvatureError: A block's mean curvature cannot be solved with.
@@ -196,14 +177,14 @@ class FedPM(RoundMixin, Strategy):
         for sums, tile in zip(layer.tiles, spec.tiles, strict=True):
             delta = (mean - W)[tile.rows, tile.columns]
             add_block(sums, weight, scaled_identity(tile.width, 1.0), delta, where=spec.where("server"))
-        self.note(
+        self.rounds.note(
             f"layer '{spec.layer}': no block from {_clients(self._senders[spec.parameters[0]])}, mixed with P = I"
         )
 
     def _mix(self, layer: _LayerSums, W: np.ndarray) -> np.ndarray:
         spec = layer.spec
         if layer.without_input:
-            self.note(
+            self.rounds.note(
                 f"layer '{spec.layer}': no input on {_clients(layer.without_input)}, mixed with P = damping I"
                 " (P = I after plain gradient steps)"
             )
@@ -215,7 +196,7 @@ class FedPM(RoundMixin, Strategy):
             new[tile.rows, tile.columns] = mixed.W
             added = max(added, mixed.added_damping)
         if added:
-            self.note(f"layer '{spec.layer}': {added:.1e} added to the damping on the server")
+            self.rounds.note(f"layer '{spec.layer}': {added:.1e} added to the damping on the server")
         return new
 
 
@@ -225,82 +206,3 @@ def _describe(spec: BlockSpec) -> str:
 
 def _clients(partitions: list[int]) -> str:
     return f"client{'s' if len(partitions) > 1 else ''} {', '.join(map(str, partitions))}"
-
-
-def read_layout(reply: Reply) -> Layout:
-    """Read which parameters a reply's blocks cover.
-
-    Args:
-        reply: A checked reply.
-
-    Returns:
-        The layout.
-
-    Raises:
-        MessageError: It is absent or malformed.
-    """
-    return layout_from_json(str(_layout_record(reply)[LAYOUT]), reply.where)
-
-
-def _layout_record(reply: Reply) -> ConfigRecord:
-    record = reply.content.get(LAYOUT)
-    if not isinstance(record, ConfigRecord) or LAYOUT not in record:
-        raise MessageError(
-            reply.where,
-            expected=f"a record '{LAYOUT}' that says which parameters its blocks cover",
-            got=", ".join(reply.content) or "no record",
-            do="reply with fedapps.client_apps.second_order.fedpm_reply",
-        )
-    return record
-
-
-def _read_blocks(reply: Reply, layout: Layout) -> list[Block]:
-    curvature = unpack_arrays(reply.content, CURVATURE, reply.where)
-    products = unpack_arrays(reply.content, PRODUCTS, reply.where)
-    layers = [spec.layer for spec in layout.blocks]
-    for record, held in ((CURVATURE, curvature), (PRODUCTS, products)):
-        if list(held) != layers:
-            raise MessageError(
-                f"{reply.where}, record '{record}'",
-                expected=f"the layers {layers} of its layout",
-                got=str(list(held)),
-                do="send P and M of every block, in the order of the layout",
-            )
-    tags = _layout_record(reply)
-    factors = _factor_rows(tags, layers, reply.where)
-    wire = WireDtype.BFLOAT16 if tags.get(WIRE) == WireDtype.BFLOAT16 else None
-    blocks = [
-        Block(spec, curvature[spec.layer], products[spec.layer], factors.get(spec.layer, 0)) for spec in layout.blocks
-    ]
-    for block in blocks:
-        _check_dtype(block, wire, reply.where)
-        check_block(block, reply.where)
-    return blocks
-
-
-def _factor_rows(tags: ConfigRecord, layers: list[str], where: str) -> Mapping[str, int]:
-    """Read which blocks travel as factors, and of how many rows."""
-    text = tags.get(FACTORS, "{}")
-    try:
-        factors: dict[str, int] = json.loads(str(text))
-        if not all(layer in layers and type(k) is int and k > 0 for layer, k in factors.items()):
-            raise ValueError("an unknown layer or a number of rows that is not positive")
-    except (ValueError, AttributeError) as problem:
-        raise MessageError(
-            f"{where}, entry '{FACTORS}' of record '{LAYOUT}'",
-            expected="JSON that maps layers of the layout to numbers of rows",
-            got=f"{text!r} ({problem})",
-            do="run the same fedapps version on both ends",
-        ) from problem
-    return factors
-
-
-def _check_dtype(block: Block, wire: WireDtype | None, where: str) -> None:
-    kinds = ("u2",) if wire and not block.is_identity else ("f4", "f8")
-    if block.curvature.dtype.str[1:] not in kinds or block.product.dtype.str[1:] not in ("f4", "f8"):
-        raise MessageError(
-            block.spec.where(where),
-            expected=f"P in {'bfloat16 patterns (uint16)' if 'u2' in kinds else 'float32 or float64'}, M in floats",
-            got=f"{block.curvature.dtype} and {block.product.dtype}",
-            do="reply with fedapps.client_apps.second_order.fedpm_reply",
-        )

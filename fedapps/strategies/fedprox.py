@@ -9,53 +9,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedProx as FlowerFedProx
+from typing_extensions import override
 
-from fedapps.strategies.fedavg import FlowerStrategyMixin
+from fedapps.messages.schema import ARRAYS, CONFIG, Arrays, Records
+from fedapps.settings import Settings
+from fedapps.strategies.fedavg import FlowerStrategy
 
 PROXIMAL_MU = "proximal-mu"
 """Entry of ``config`` in which Flower's FedProx sends ``mu``, for clients that were written for it."""
 
 
-class FedProx(FlowerStrategyMixin, FlowerFedProx):
-    """Flower's FedProx with this package's rounds.
-
-    Args:
-        options: The shared options.
-        **flower: Arguments of Flower's strategy: ``proximal_mu``.
+class FedProx(FlowerStrategy):
+    """Flower's FedProx with this package's rounds: ``proximal_mu``.
 
     Example:
-        >>> FedProx(proximal_mu=0.1).proximal_mu
+        >>> FedProx(proximal_mu=0.1).flower.proximal_mu
         0.1
     """
 
-    @staticmethod
-    def flower_arguments(own: Any) -> dict[str, Any]:
-        """Name the method's own settings as Flower's strategy does.
+    FLOWER = FlowerFedProx
 
-        Args:
-            own: A `fedapps.first_order_settings.FedProxSettings`.
+    @override
+    @classmethod
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        return {"proximal_mu": settings.own.mu}
 
-        Returns:
-            Arguments of Flower's strategy.
-        """
-        return {"proximal_mu": own.mu}
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Compose the messages of a round, with ``mu`` in their config.
-
-        Args:
-            server_round: The round, from 1.
-            arrays: The model.
-            config: Entries to send to every client; left unchanged.
-            grid: Flower's grid.
-
-        Returns:
-            One message for each sampled partition that has a node, in order of partition ids.
-        """
-        with_mu = ConfigRecord({**config, PROXIMAL_MU: self.proximal_mu})
-        return super().configure_train(server_round, arrays, with_mu, grid)
+    @override
+    def records_for(self, partition: int, through: int, model: Arrays) -> Records:
+        """Send the model, and ``mu`` in the config."""
+        return {ARRAYS: model, CONFIG: {PROXIMAL_MU: self.flower.proximal_mu}}

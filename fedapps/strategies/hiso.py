@@ -6,95 +6,116 @@ HiSo, arXiv 2506.02370, Algorithm 1; DeComFL, arXiv 2405.15861. A round adds the
 
 to the journal, and every replica of the model, the server's too, applies them. Which update rule does that is one word
 of the scheme (`fedapps.zeroth_order.rules`), so the three methods are one strategy. No tensor travels: a sampled client
-receives the rounds of the journal that it has not acknowledged, and answers ``tau x P`` numbers.
+receives the rounds of the journal that it has not acknowledged, and answers ``tau x P`` numbers. Where a fingerprint is due,
+the clients of the round are asked once more: they apply it, which they would do anyway, and name the state of their replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from typing_extensions import override
 
-from fedapps.errors import MessageError
-from fedapps.records import (
-    ARRAYS,
-    CONFIG,
-    CONFIRM,
-    JOURNAL,
-    METRICS,
-    REBUILT,
-    Arrays,
-    Reply,
-    pack_arrays,
-    unpack_arrays,
-)
-from fedapps.settings import Settings
+from fedapps.errors import MessageError, SettingsError
+from fedapps.messages.scalars import JOURNAL, JournalPart, fingerprint_of, need_of, read_scalars
+from fedapps.messages.schema import ARRAYS, REBUILT, Arrays, Records, Reply, unpack_arrays
+from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.base import RoundStrategy, RunFiles
 from fedapps.strategies.kept_journal import KeptJournal
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
-from fedapps.strategies.scalar_options import ScalarOptions
-from fedapps.strategies.scalar_replies import fingerprint_of, majority, need_of, read_scalars
-from fedapps.zeroth_order.aggregate import aggregate_scalars
+from fedapps.strategies.rounds import FollowUp
+from fedapps.strategies.votes import judge
+from fedapps.tasks.base import Task
+from fedapps.zeroth_order.aggregate import Aggregation, aggregate_scalars
 from fedapps.zeroth_order.dispatch import kernel_checksum
 from fedapps.zeroth_order.journal import Slice
-from fedapps.zeroth_order.scheme import Record, Scalars, Scheme, radius
-from fedapps.zeroth_order.wire import pack_slice
+from fedapps.zeroth_order.scheme import Record, Scalars
+from fedapps.zeroth_order_settings import DeComFLSettings, HiSoSettings, scheme_of
+
+if TYPE_CHECKING:
+    from fedapps.tasks.torch_task import TorchTask
 
 
-class HiSo(RoundMixin, Strategy):
+class HiSo(RoundStrategy):
     """The journal's keeper: it samples, aggregates scalars, and builds the model only when it is asked for.
 
     Under Flower's unmodified ``start`` the journal is in memory, all tensors count as trainable, and ``train_config`` must
     hold ``lr``.
 
     Args:
-        options: The shared options.
-        scalars: What a round does.
+        settings: As `RoundStrategy`; weights are uniform if left out.
+        own: The method's own settings.
+        rule: The update rule: ``hiso``, ``decomfl`` or ``hiso-momentum``.
+        tau: Local steps, at least 1.
+        **rounds: Further arguments of `RoundStrategy`.
 
     Attributes:
-        scalars: As given.
+        scheme: What the journal's header fixes.
         kept: The run's journal and the model that it leads to; None before the first model is known.
 
+    Raises:
+        SettingsError: ``tau`` is below 1.
+
     Example:
-        >>> HiSo(scalars=ScalarOptions(scheme=Scheme(7, "decomfl"), tau=2)).scalars.tau
-        2
+        >>> HiSo(own=HiSoSettings(nu=0.1), tau=2).scheme.method
+        'hiso'
     """
 
-    def __init__(self, *, options: RoundOptions | None = None, scalars: ScalarOptions | None = None) -> None:
-        self.set_up_rounds(options or RoundOptions(weighting="uniform"))
+    def __init__(
+        self,
+        settings: RoundSettings | None = None,
+        *,
+        own: DeComFLSettings | None = None,
+        rule: str = "hiso",
+        tau: int = 1,
+        **rounds: Any,
+    ) -> None:
+        super().__init__(settings or RoundSettings(weighting="uniform"), **rounds)
+        if tau < 1:
+            raise SettingsError(
+                "setting 'local-steps'",
+                expected="at least 1: all clients of a scalar-only method take the same number of steps",
+                got=str(tau),
+                do="say how many",
+            )
         self.roster.kernel = kernel_checksum()
-        self.scalars = scalars or ScalarOptions(scheme=Scheme(self.options.seed))
+        self.own = own or HiSoSettings()
+        self.tau = tau
+        self.scheme = scheme_of(self.settings.seed, rule, self.own)
         self.kept: KeptJournal | None = None
         self._lr = 0.0
-        self._config = ConfigRecord({})
         self._scalars: dict[int, Scalars] = {}
         self._weights: dict[int, float] = {}
-        self._needs: dict[int, int] = {}
-        self._resends: dict[int, Message] = {}
-        self._out_again: list[Message] = []
-        self._unsettled: Record | None = None
+        self._record: Record | None = None
         self._votes: dict[int, str] = {}
-        self._asked: dict[int | None, Message] = {}
-        self._num_records: int | None = None
+        self._resumed: Mapping[str, Any] = {}
 
+    @override
     @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> HiSo:
-        """Build the strategy of a run.
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        return {"own": settings.own, "rule": settings.method, "tau": settings.local_steps}
 
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
+    # The journal -----------------------------------------------------------------------------
 
-        Returns:
-            The strategy.
-        """
-        options = RoundOptions.from_settings(settings, experiment)
-        return cls(options=options, scalars=ScalarOptions.from_settings(settings))
+    @override
+    def open(self, arrays: Arrays, task: Task, files: RunFiles, *, resumed: bool) -> Arrays:
+        """Open the run's journal; the model that it starts from is kept unless it is a published one."""
+        first = task.first_model
+        if not resumed and not first.published:
+            files.write_initial(arrays)
+        self.open_journal(
+            arrays,
+            cast("TorchTask", task).trainable_names(),
+            base=first.id,
+            revision=first.revision,
+            path=files.journal_path,
+            load=lambda: task.initial_arrays(self.settings.seed),
+        )
+        return {}
 
     def open_journal(
         self,
@@ -121,23 +142,19 @@ class HiSo(RoundMixin, Strategy):
             CheckpointError: The file is not the checkpoint's.
         """
         names = list(arrays) if trainable is None else trainable
+        records = int(self._resumed["records"]) if self._resumed else None
         self.kept = KeptJournal(
-            self.scalars.scheme,
-            arrays,
-            names,
-            base=base,
-            revision=revision,
-            path=path,
-            records=self._num_records,
-            load=load,
+            self.scheme, arrays, names, base=base, revision=revision, path=path, records=records, load=load
         )
+        self.kept.needs = {int(partition): int(need) for partition, need in self._resumed.get("needs", {}).items()}
 
     def _opened(self) -> KeptJournal:
         if self.kept is None:
             raise RuntimeError("no journal yet: call open_journal first")
         return self.kept
 
-    def model(self) -> Arrays:
+    @override
+    def model(self, arrays: Arrays | None = None) -> Arrays:
         """Build the model after the last round, or bring the one that was built before up to date.
 
         Returns:
@@ -148,63 +165,41 @@ class HiSo(RoundMixin, Strategy):
         """
         return self._opened().model()
 
+    @override
+    def check_model(self, arrays: Arrays) -> None:
+        """Take a model of any floating type: none is averaged."""
+
     # What travels ----------------------------------------------------------------------------
 
-    def arrays_to_send(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Send no tensor.
+    @override
+    def records_for(self, partition: int, through: int, model: Arrays) -> Records:
+        """Send the rounds of the journal that the client has not acknowledged, and no tensor."""
+        last_folded = self.rounds.last_folded.get(partition, 0)
+        return self._journal_records(self._opened().part_for(partition, last_folded, through))
 
-        Args:
-            arrays: The model.
+    def _journal_records(self, part: Slice, *, confirm: bool = False) -> Records:
+        base = self._opened().journal.header.base.fingerprint
+        sent = JournalPart(part, base, part.through * self.tau, self.own.mu_of(part.through + 1), confirm)
+        return {ARRAYS: {}, JOURNAL: sent.to_entries()}
 
-        Returns:
-            An empty record.
-        """
-        return ArrayRecord({})
+    @override
+    def asks_again(self, partition: int, content: RecordDict) -> str:
+        need = need_of(content)
+        if need is None:
+            return ""
+        self._opened().needs[partition] = need
+        values = self.rounds.report.values
+        values["resent"] = values.get("resent", 0) + 1
+        return f"the journal from round {need}"
 
-    def records_for(self, partition: int, through: int) -> dict[str, ConfigRecord]:
-        """Give the rounds of the journal that a client has not acknowledged.
-
-        A client whose reply of round ``f`` was folded keeps the journal up to round ``f - 1`` with it.
-
-        Args:
-            partition: The client.
-            through: The last round that the client is to know.
-
-        Returns:
-            Record ``journal``: the slice in columns, the base model's fingerprint, and first step and radius of the
-            next round.
-        """
-        after = self._needs.get(partition, max(self.last_folded.get(partition, 0) - 1, 0))
-        part = self._opened().journal.slice(min(after, through), through)
-        return {JOURNAL: ConfigRecord(self._slice_record(part))}
-
-    def _slice_record(self, part: Slice) -> dict[str, Any]:
-        return {
-            **pack_slice(part),
-            "base": bytes.fromhex(self._opened().journal.header.base.fingerprint),
-            "next-first-step": part.through * self.scalars.tau,
-            "next-mu": self._mu(part.through + 1),
-        }
-
-    def _mu(self, server_round: int) -> float:
-        return radius(self.scalars.mu, self.scalars.mu_decay, server_round)
-
+    @override
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Compose the messages of a round, as `RoundMixin` does.
-
-        Args:
-            server_round: The round, from 1.
-            arrays: The model.
-            config: Entries to send to every client, ``lr`` among them.
-            grid: Flower's grid.
-
-        Returns:
-            One message for each sampled partition.
+        """Compose the messages of a round, as `RoundStrategy` does.
 
         Raises:
-            MessageError: ``lr`` is missing.
+            MessageError: ``lr`` is missing in the config.
         """
         lr = config.get("lr")
         if not isinstance(lr, int | float):
@@ -212,273 +207,112 @@ class HiSo(RoundMixin, Strategy):
             raise MessageError("train config, entry 'lr'", expected="a number", got=repr(lr), do=do)
         if self.kept is None:
             self.open_journal(unpack_arrays(RecordDict({ARRAYS: arrays}), ARRAYS, "server"))
-        self._lr, self._config, self._resends, self._out_again = float(lr), config, {}, []
+        self._lr = float(lr)
         return super().configure_train(server_round, arrays, config, grid)
-
-    def receive_message(self, message: Message) -> None:
-        """Take a reply; a client that lacks more of the journal gets it within the round.
-
-        Args:
-            message: The reply.
-        """
-        partition = self._partition_of_reply(message)
-        need = None if message.has_error() else need_of(message.content)
-        if partition is None or need is None or partition in self._resends:
-            super().receive_message(message)
-            return
-        self._resends[partition] = self._messages[partition] = self._sent_again(
-            self._messages[partition], partition, need
-        )
-        self._out_again.append(self._resends[partition])
-
-    def _sent_again(self, sent: Message, partition: int, need: int) -> Message:
-        """Compose a message once more, with the journal from where its client needs it."""
-        self._needs[partition] = need
-        self.note(f"client {partition} has lost its journal: sent again from round {need}")
-        through = int(sent.content.config_records[JOURNAL]["through"])  # type: ignore[arg-type]
-        return Message(
-            RecordDict({**sent.content, **self.records_for(partition, through)}),
-            dst_node_id=sent.metadata.dst_node_id,
-            message_type=sent.metadata.message_type,
-            group_id=sent.metadata.group_id,
-            ttl=sent.metadata.ttl,
-        )
-
-    def take_resends(self) -> list[Message]:
-        """Hand over the messages for clients that lack more of the journal.
-
-        Returns:
-            The messages, each once.
-        """
-        messages, self._out_again = self._out_again, []
-        return messages
 
     # A round ---------------------------------------------------------------------------------
 
-    def check_model(self, arrays: Arrays) -> None:
-        """Take a model of any floating type: none is averaged.
+    @override
+    def begin(self, model: Arrays) -> None:
+        self._scalars, self._weights, self._record, self._votes = {}, {}, None, {}
+        self.rounds.report.values |= {"rebuilt": 0, "resent": 0}
 
-        Args:
-            arrays: The model.
-        """
-
-    def begin(self, arrays: Arrays) -> None:
-        """Start a round.
-
-        Args:
-            arrays: Not used: the model is what the journal leads to.
-        """
-        self._scalars, self._weights = {}, {}
-
+    @override
     def fold(self, reply: Reply) -> None:
-        """Take a client's scalars.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: They are missing, malformed, not finite, of another round, or measured on another replica.
-        """
-        scalars = read_scalars(reply, self.report.server_round, (self.scalars.tau, self.scalars.num_probes))
+        """Take a client's scalars."""
+        scalars = read_scalars(reply, self.rounds.report.server_round, (self.tau, self.own.num_probes))
         self._check_fingerprint(reply)
         self._scalars[reply.partition] = scalars
-        self._weights[reply.partition] = self.options.weight(reply.num_examples)
-        self._needs.pop(reply.partition, None)
+        self._weights[reply.partition] = self.settings.weight(reply.num_examples)
+        self._opened().needs.pop(reply.partition, None)
+        self._count_rebuilt(reply)
 
     def _check_fingerprint(self, reply: Reply) -> None:
         """Refuse scalars of a replica that went astray; the journal's last state is the one before the round."""
         records = self._opened().journal.records
-        expected, found = records[-1].fingerprint if records else None, fingerprint_of(reply.content)
+        expected, found = records[-1].fingerprint if records else None, fingerprint_of(reply.entries)
         if None not in (expected, found) and found != expected:
             do = "the client rebuilds its replica at its next message"
             where = f"{reply.where}, fingerprint"
             raise MessageError(where, expected=str(expected)[:16], got=str(found)[:16], do=do)
 
-    def finish(self) -> Arrays:
-        """Aggregate; the round is written into the journal by `settle`.
+    def _count_rebuilt(self, reply: Reply) -> None:
+        self.rounds.report.values["rebuilt"] += reply.metrics.get(REBUILT) == 1
 
-        Returns:
-            No array: `model` builds them.
+    @override
+    def follow_up(self, *, enough: bool) -> FollowUp | None:
+        """Ask the clients of the round which state it leads to, where a fingerprint is due.
+
+        Nobody is asked where a client's would be the only vote, which confirms nothing.
         """
-        options, server_round = self.scalars, self.report.server_round
+        if not enough or self._record is not None:
+            return None
+        self._record = record = self._aggregate()
+        voters = self.rounds.report.folded
+        if not self._fingerprint_due(record) or len(voters) + (self._opened().replica is not None) < 2:
+            return None
+        records = self._journal_records(Slice(record.round - 1, record.round, (record,)), confirm=True)
+        return FollowUp("confirmation", dict.fromkeys(voters, records), required=False)
+
+    def _aggregate(self) -> Record:
+        own, server_round = self.own, self.rounds.report.server_round
         G = aggregate_scalars(
-            self._scalars, rule=options.aggregation, weights=self._weights, trim=options.trim, clip=options.clip
+            self._scalars,
+            rule=Aggregation(own.aggregation),
+            weights=self._weights,
+            trim=own.trim,
+            clip=own.clip or None,
         )
-        self._unsettled = Record(
-            server_round, (server_round - 1) * options.tau, self._lr, self._mu(server_round), options.nu,
-            options.eps, G, len(self._scalars), momentum=options.momentum,
+        return Record(
+            server_round, (server_round - 1) * self.tau, self._lr, own.mu_of(server_round), getattr(own, "nu", 0.0),
+            getattr(own, "eps", 0.0), G, len(self._scalars), momentum=getattr(own, "momentum", None),
         )  # fmt: skip
-        self._scalars, self._votes = {}, {}
-        return {}
 
-    def confirmations(self) -> list[Message]:
-        """Ask the clients of an ended round which state it leads to, where a fingerprint is due.
+    def _fingerprint_due(self, record: Record) -> bool:
+        every = self.own.fingerprint_every
+        return every > 0 and record.round % every == 0
 
-        They apply the round, which they would do anyway, and answer with the fingerprint of their replicas.
+    @override
+    def answer(self, reply: Reply) -> None:
+        """Take a client's vote."""
+        found = fingerprint_of(reply.entries)
+        if found is None:
+            raise MessageError(reply.where, expected="the fingerprint of its replica", got="none")
+        self._votes[reply.partition] = found
+        self._count_rebuilt(reply)
 
-        Returns:
-            A message for each client whose scalars were folded; none where no fingerprint is due, or a client's would be
-            the only vote, which confirms nothing.
-        """
-        record = self._unsettled
-        if record is None or not self.scalars.fingerprint_due(record.round):
-            return []
-        if len(self.report.folded) + (self._opened().replica is not None) < 2:
-            return []
-        part = Slice(record.round - 1, record.round, (record,))
-        journal = ConfigRecord({**self._slice_record(part), CONFIRM: True})
-        for partition in self.report.folded:
-            config = self._client_config(record.round, partition, self._config)
-            content = RecordDict({ARRAYS: ArrayRecord({}), CONFIG: config, JOURNAL: journal})
-            self._messages[partition] = Message(
-                content,
-                dst_node_id=self.roster.node_of[partition],
-                message_type=MessageType.TRAIN,
-                group_id=str(record.round),
-                ttl=self.options.round_timeout + 60.0,
-            )
-        return list(self._messages.values())
-
-    def receive_confirmation(self, message: Message) -> None:
-        """Take a client's answer to `confirmations`; one that failed has no vote.
-
-        Args:
-            message: The reply.
-
-        Raises:
-            RoundFailedError: A worker process died.
-        """
-        partition = self._partition_of_reply(message)
-        found = None if message.has_error() else fingerprint_of(message.content)
-        if partition is None:
-            return
-        if found is not None:
-            self._votes[partition] = found
-            metrics = message.content.get(METRICS)
-            self.report.values["rebuilt"] += isinstance(metrics, MetricRecord) and metrics.get(REBUILT) == 1
-            return
-        reason = self._reason_of(message, partition) if message.has_error() else "a reply without a fingerprint"
-        self.note(f"client {partition} did not confirm the round: {reason[-200:]}")
-
-    def settle(self) -> None:
-        """Write the ended round into the journal, with the fingerprint on which clients and server mostly agree."""
-        record, kept = self._unsettled, self._opened()
-        if record is None:
-            return
-        self._unsettled, self._messages = None, {}
-        if self.scalars.fingerprint_due(record.round):
+    @override
+    def finish(self) -> Arrays:
+        """Write the round into the journal, with the fingerprint on which clients and server mostly agree."""
+        kept, record = self._opened(), self._record or self._aggregate()
+        if self._fingerprint_due(record):
             own = kept.fingerprint_after(record)
-            cast = [*self._votes.values(), *([own] if own else [])]
-            agreed = majority(cast)
-            if own is not None and not self._votes:
-                # Nobody was asked, as under Flower's own loop: the clients compare it in their next round.
-                agreed = own
-            elif own is not None and own != agreed:
-                # Clients of one process answer from one replica. What base and journal lead to outvotes them all.
-                agreed = self._built_again(kept, record, own)
-            record = replace(record, fingerprint=agreed)
-            for partition, found in self._votes.items():
-                if found != agreed and len(cast) > 1:
-                    self.note(f"client {partition}: its replica went astray and is built again at its next message")
+            verdict = judge(self._votes, own, lambda: self._built_again(kept, record, own))
+            record = replace(record, fingerprint=verdict.agreed)
+            for partition in verdict.astray:
+                self.rounds.note(f"client {partition}: its replica went astray and is built again at its next message")
         kept.append(record)
+        self._scalars = {}
+        return {}
 
     def _built_again(self, kept: KeptJournal, record: Record, own: str | None) -> str | None:
         """Build the server's replica again from base and journal, and name the state after the round."""
         kept.rebuild()
         built = kept.fingerprint_after(record)
         if built != own:
-            self.note("the server's replica had gone astray and was built again")
-            self.report.values["rebuilt"] += 1
+            self.rounds.note("the server's replica had gone astray and was built again")
+            self.rounds.report.values["rebuilt"] += 1
         return built
-
-    def end_round(self) -> Arrays | None:
-        """End the round, as `RoundMixin` does, and count what had to be sent or built again.
-
-        Returns:
-            The new model, or None if the round is below the quorum.
-        """
-        for message in self.take_resends():  # Under Flower's own loop nothing is sent within a round.
-            partition = next(p for p, sent in self._messages.items() if sent is message)
-            self.receive(partition, None, "its journal was lost; it is sent again with the next round")
-        arrays = super().end_round()
-        rebuilt = sum(metrics.get(REBUILT) == 1 for metrics in self.report.metrics.values())
-        self.report.values |= {"rebuilt": rebuilt, "resent": len(self._resends)}
-        return arrays
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Fold all replies of a round, as `RoundMixin` does, and build the model, which Flower's own loop goes on with.
-
-        Args:
-            server_round: The round.
-            replies: The replies, in any order.
-
-        Returns:
-            The new model and the mean train metrics, or None twice if the round is below the quorum.
-        """
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        self.settle()
-        return (None if arrays is None else pack_arrays(self.model())), metrics
-
-    # Evaluation ------------------------------------------------------------------------------
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Ask every client to evaluate its replica, as `RoundMixin` does.
-
-        Args:
-            server_round: The round.
-            arrays: The model.
-            config: Entries to send to every client.
-            grid: Flower's grid.
-
-        Returns:
-            One message for each partition that has a node.
-        """
-        messages = super().configure_evaluate(server_round, arrays, config, grid)
-        self._asked = {self.roster.partition_of(message.metadata.dst_node_id): message for message in messages}
-        self._out_again = []
-        return messages
-
-    def evaluation_results(self, replies: Iterable[Message]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
-        """Sort evaluation replies by partition; a client that lacks more of the journal is asked again, once.
-
-        Args:
-            replies: The replies, in any order.
-
-        Returns:
-            Partition -> metrics, and partition -> number of examples.
-        """
-        return super().evaluation_results(reply for reply in replies if not self._lacks_journal(reply))
-
-    def _lacks_journal(self, reply: Message) -> bool:
-        need = None if reply.has_error() else need_of(reply.content)
-        if need is None:
-            return False
-        partition = self.roster.partition_of(reply.metadata.src_node_id)
-        sent = self._asked.pop(partition, None)
-        if partition is None or sent is None:
-            self.note(f"client {partition} was not measured: it lacks the journal from round {need}")
-        else:
-            self._out_again.append(self._sent_again(sent, partition, need))
-        return True
 
     # Resume ----------------------------------------------------------------------------------
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Give the plain state that a checkpoint keeps beside the journal."""
-        needs = {str(partition): need for partition, need in self._needs.items()}
-        return {**super().state(), "records": len(self._opened().journal.records), "needs": needs}
+        kept = self._opened()
+        needs = {str(partition): need for partition, need in kept.needs.items()}
+        return {**super().state(), "records": len(kept.journal.records), "needs": needs}
 
+    @override
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
-        """Take back the plain state of a checkpoint.
-
-        Args:
-            state: What `state` gave.
-            last_folded: Partition -> round of its last folded reply.
-        """
         super().load_state(state, last_folded)
-        self._num_records = int(state["records"])
-        self._needs = {int(partition): int(need) for partition, need in state["needs"].items()}
+        self._resumed = state

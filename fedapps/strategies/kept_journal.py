@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedapps.errors import CheckpointError
-from fedapps.records import Arrays
+from fedapps.messages.schema import Arrays
 from fedapps.zeroth_order.journal import BaseModel, Header, Journal, JournalFile, Slice
 from fedapps.zeroth_order.layout import fingerprint, layout_of
 from fedapps.zeroth_order.replica import Replica
@@ -37,6 +37,7 @@ class KeptJournal:
     Attributes:
         journal: The journal.
         replica: The server's replica, at the round of the last call of `model`; None before.
+        needs: Client that has lost its journal -> the round from which it asked for it.
 
     Raises:
         JournalError: The file exists, or cannot be read, or is another model's.
@@ -71,6 +72,7 @@ class KeptJournal:
         if self._file is not None:
             weakref.finalize(self, self._file.close)
         self.replica: Replica | None = None
+        self.needs: dict[int, int] = {}
         self._load = load or (lambda: arrays)
         self._first: Arrays = {}
 
@@ -81,6 +83,22 @@ class KeptJournal:
             record: The round.
         """
         (self._file or self.journal).append(record)
+
+    def part_for(self, partition: int, last_folded: int, through: int) -> Slice:
+        """Give the rounds that a client has not acknowledged.
+
+        A client whose reply of round ``f`` was folded keeps the journal up to round ``f - 1`` with it.
+
+        Args:
+            partition: The client.
+            last_folded: Round of its last folded reply; 0 if there is none.
+            through: The last round that it is to know.
+
+        Returns:
+            The rounds, from where it said that it needs them if it did.
+        """
+        after = self.needs.get(partition, max(last_folded - 1, 0))
+        return self.journal.slice(min(after, through), through)
 
     def model(self) -> Arrays:
         """Give the model after the last round of the journal.

@@ -30,9 +30,9 @@ from flwr.server.strategy import Strategy
 from typing_extensions import override
 
 from fedapps.errors import MessageError, RosterError
-from fedapps.records import METRICS, NUM_EXAMPLES, SERVER_ROUND, Arrays, pack_arrays
-from fedapps.strategies.options import sample_partitions
-from fedapps.strategies.rounds import RoundMixin, mean_metrics
+from fedapps.messages.schema import METRICS, NUM_EXAMPLES, SERVER_ROUND, Arrays, pack_arrays
+from fedapps.strategies.base import RoundStrategy, mean_metrics
+from fedapps.strategies.rounds import sample_partitions
 
 logger = getLogger("flwr")
 
@@ -113,7 +113,7 @@ class LegacyStrategy(Strategy):
 
     def __init__(
         self,
-        strategy: RoundMixin,
+        strategy: RoundStrategy,
         initial_arrays: Arrays,
         *,
         fit_config: Callable[[int], dict[str, Scalar]] | None = None,
@@ -136,21 +136,21 @@ class LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Sample clients and send them the model."""
         clients = self._clients(client_manager)
-        options = self.strategy.options
-        sampled = sample_partitions(options.seed, server_round, len(clients), options.fraction_train)
+        settings = self.strategy.settings
+        sampled = sample_partitions(settings.seed, server_round, len(clients), settings.fraction_train)
         self._take(parameters)
-        self.strategy.begin_round(server_round, self._arrays, sampled)
+        self.strategy.check_model(self._arrays)
+        self.strategy.rounds.begin(server_round, self._arrays, sampled)
         config: dict[str, Scalar] = self._fit_config(server_round) if self._fit_config else {}
         return [(clients[i], FitIns(parameters, {**config, SERVER_ROUND: server_round})) for i in sampled]
 
     def _clients(self, client_manager: ClientManager) -> list[ClientProxy]:
-        options = self.strategy.options
-        wanted = options.num_clients or 2
-        if not client_manager.wait_for(wanted, timeout=int(options.node_wait)):
+        wanted, node_wait = self.strategy.num_clients or 2, self.strategy.settings.node_wait
+        if not client_manager.wait_for(wanted, timeout=int(node_wait)):
             raise RosterError(
                 "clients",
                 expected=f"at least {wanted}",
-                got=f"{client_manager.num_available()} after {options.node_wait:g} s",
+                got=f"{client_manager.num_available()} after {node_wait:g} s",
                 do="start more clients or raise node_wait",
             )
         clients = sorted(client_manager.all().values(), key=lambda client: client.cid)
@@ -176,8 +176,8 @@ class LegacyStrategy(Strategy):
                 logger.error("round %d: a client failed: %s", server_round, failure)
             else:
                 client, result = failure
-                self.strategy.receive(self._partitions[client.cid], None, result.status.message)
-        arrays = self.strategy.end_round()
+                self.strategy.rounds.receive(self._partitions[client.cid], None, result.status.message)
+        arrays = self.strategy.rounds.end()
         if arrays is None:
             return None, {}
         self._arrays = arrays
@@ -191,16 +191,16 @@ class LegacyStrategy(Strategy):
                 parameters_to_ndarrays(result.parameters), result.num_examples, result.metrics, f"client {partition}"
             )
         except MessageError as problem:
-            self.strategy.receive(partition, None, str(problem))
+            self.strategy.rounds.receive(partition, None, str(problem))
             return
-        self.strategy.receive(partition, content)
+        self.strategy.receive(partition, content, self._arrays)
 
     @override
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Ask every client to evaluate the model, unless ``evaluate_clients`` is off."""
-        if not self.strategy.options.evaluate_clients:
+        if not self.strategy.evaluate_clients:
             return []
         return [(c, EvaluateIns(parameters, {SERVER_ROUND: server_round})) for c in self._clients(client_manager)]
 

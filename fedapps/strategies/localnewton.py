@@ -14,37 +14,19 @@ candidate comes up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from logging import getLogger
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from typing_extensions import override
 
 from fedapps.curvature.line_search import along, choose_step
-from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.errors import MessageError
-from fedapps.records import (
-    ARRAYS,
-    CONFIG,
-    DIRECTION,
-    LINE_SEARCH,
-    LOSSES,
-    STEPS,
-    Arrays,
-    Reply,
-    check_complete,
-    check_size,
-    pack_arrays,
-)
-from fedapps.settings import Settings
-from fedapps.strategies.exchange import exchange
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
-
-logger = getLogger("flwr")
+from fedapps.messages.line_search import read_losses, search_records
+from fedapps.messages.schema import Arrays, Reply
+from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.mean import MeanStrategy
+from fedapps.strategies.rounds import FollowUp
 
 
 @dataclass
@@ -54,248 +36,89 @@ class _Search:
     Attributes:
         start: The model at step 0: the old parameters, and the buffers of the mean.
         direction: Name -> mean minus old value, of every parameter.
-        asked: Partitions that were asked.
-        answers: Partition -> its losses at step 0 and at the candidates; None for one that failed.
+        losses: Partition -> its losses at step 0 and at the candidates.
     """
 
     start: Arrays
     direction: Arrays
-    asked: list[int]
-    answers: dict[int, list[float] | None] = field(default_factory=dict)
-
-    @property
-    def losses(self) -> dict[int, list[float]]:
-        """The usable answers."""
-        return {partition: losses for partition, losses in self.answers.items() if losses is not None}
+    losses: dict[int, list[float]] = field(default_factory=dict)
 
 
-class LocalNewton(RoundMixin, Strategy):
+class LocalNewton(MeanStrategy):
     """The weighted mean of the clients' models; integer buffers take the maximum.
 
     Args:
-        options: The shared options.
+        settings: As `RoundStrategy`.
         steps: Candidates of the line search, > 0; without any the step is 1.
+        **rounds: Further arguments of `RoundStrategy`.
 
     Example:
-        >>> LocalNewton(options=RoundOptions(weighting="uniform"), steps=(1.0, 0.5)).steps
+        >>> LocalNewton(steps=(1.0, 0.5)).steps
         (1.0, 0.5)
     """
 
-    def __init__(self, *, options: RoundOptions | None = None, steps: Sequence[float] = ()) -> None:
-        self.set_up_rounds(options or RoundOptions())
+    def __init__(self, settings: RoundSettings | None = None, *, steps: Sequence[float] = (), **rounds: Any) -> None:
+        super().__init__(settings, **rounds)
         self.steps = tuple(steps)
         self._search: _Search | None = None
-        self._grid: Grid | None = None
 
+    @override
     @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> LocalNewton:
-        """Build the strategy of a run.
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
+        return {"steps": settings.own.steps}
 
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
+    @override
+    def preconditioned(self) -> Collection[str] | None:
+        """Name the tensors that the clients precondition, as the first of them told in the handshake."""
+        facts = next(iter(self.roster.facts.values()), None)
+        return None if facts is None else facts.preconditioned
 
-        Returns:
-            The strategy.
-        """
-        return cls(options=RoundOptions.from_settings(settings, experiment), steps=settings.own.steps)
-
-    # The mean --------------------------------------------------------------------------------
-
-    def begin(self, arrays: Arrays) -> None:
-        """Start a round.
-
-        Args:
-            arrays: The model that is sent out, by name.
-        """
-        self._model = arrays
-        self._sums: TensorSums = start_mean(arrays)
+    @override
+    def begin(self, model: Arrays) -> None:
+        super().begin(model)
         self._weights: dict[int, float] = {}
         self._parameters: set[str] = set()
         self._search = None
 
+    @override
     def fold(self, reply: Reply) -> None:
-        """Add the client's model to the sums.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: A tensor of the model is missing.
-        """
-        check_complete(reply, set(), self._model)
-        weight = self.options.weight(reply.num_examples)
-        add_mean(self._sums, weight, {**reply.arrays, **reply.buffers}, where=reply.where)
-        self._weights[reply.partition] = weight
+        super().fold(reply)
+        self._weights[reply.partition] = self.settings.weight(reply.num_examples)
         self._parameters |= {k for k, v in reply.arrays.items() if np.issubdtype(v.dtype, np.floating)}
 
-    def finish(self) -> Arrays:
-        """Take the mean, or the step of the line search.
+    @override
+    def follow_up(self, *, enough: bool) -> FollowUp | None:
+        """Ask the clients whose models are in the mean for their losses along it.
 
-        Returns:
-            The new model, by name, in the order of the old one.
+        One without usable losses stays in the mean, but has no say in the step.
         """
-        if self._search is None:
-            if self.steps:
-                self.note("no line search, since only one exchange a round is possible here: the step is 1")
-            new = finish_mean(self._sums)
-            return {name: new[name] for name in self._model}
+        if not self.steps or not enough or self._search is not None:
+            return None
+        mean = self.mean()
+        self._search = _Search(
+            start={name: old if name in self._parameters else mean[name] for name, old in self._model.items()},
+            direction={name: mean[name] - old for name, old in self._model.items() if name in self._parameters},
+        )
+        records = search_records(self._search.start, self._search.direction, self.steps)
+        return FollowUp("line search", dict.fromkeys(self._weights, records))
+
+    @override
+    def answer(self, reply: Reply) -> None:
+        if self._search is not None:
+            self._search.losses[reply.partition] = read_losses(reply, len(self.steps))
+
+    @override
+    def finish(self) -> Arrays:
+        """Take the mean, or the step of the line search."""
         search, self._search = self._search, None
+        if search is None:
+            if self.steps:
+                self.rounds.note("no line search, since only one exchange a round is possible here: the step is 1")
+            return self.mean()
         chosen = choose_step(self.steps, search.losses, self._weights)
-        self.report.values |= {
+        self.rounds.report.values |= {
             "line-search-step": chosen.step,
             "line-search-loss": chosen.loss,
             "line-search-start-loss": chosen.start_loss,
         }
         return along(search.start, search.direction, chosen.step)
-
-    # The line search -------------------------------------------------------------------------
-
-    def take_resends(self) -> list[Message]:
-        """Compose the messages of the line search, once the first replies are in.
-
-        Returns:
-            One message for each client whose model is in the mean; none without candidates, below the quorum, or if the
-            clients were asked already.
-
-        Raises:
-            MessageError: A message is larger than ``max_message_mb``.
-        """
-        if not self.steps or self._search is not None or self._order is None:
-            return []
-        self._give_up_waiting()
-        asked = [partition for partition in self.report.folded if partition in self._messages]
-        if not asked or self._num_valid() < self.options.min_replies:
-            return []
-        mean = finish_mean(self._sums)
-        start = {name: old if name in self._parameters else mean[name] for name, old in self._model.items()}
-        direction = {name: mean[name] - old for name, old in self._model.items() if name in self._parameters}
-        self._search = _Search(start, direction, asked)
-        shared = RecordDict(
-            {
-                ARRAYS: pack_arrays(start),
-                DIRECTION: pack_arrays(direction),
-                LINE_SEARCH: ConfigRecord({STEPS: list(self.steps)}),
-            }
-        )
-        check_size(shared, self.options.max_message_mb)
-        self._messages = {partition: self._ask(self._messages[partition], shared) for partition in asked}
-        return list(self._messages.values())
-
-    def _ask(self, sent: Message, shared: RecordDict) -> Message:
-        return Message(
-            RecordDict({**shared, CONFIG: sent.content[CONFIG]}),
-            dst_node_id=sent.metadata.dst_node_id,
-            message_type=MessageType.TRAIN,
-            group_id=sent.metadata.group_id,
-            ttl=sent.metadata.ttl,
-        )
-
-    def receive(self, partition: int, content: RecordDict | None, error: str = "") -> None:
-        """Take the reply of a client: its model, or in the line search its losses.
-
-        A client without usable losses stays in the mean, but has no say in the step.
-
-        Args:
-            partition: Partition id of the client.
-            content: The content of its reply; None if it failed.
-            error: Why it failed.
-
-        Raises:
-            RoundFailedError: The client failed and the policy is ``fail-fast``.
-        """
-        if self._search is None:
-            super().receive(partition, content, error)
-            return
-        if partition not in self._awaited():
-            logger.warning("client %d: an answer that nobody waits for is ignored", partition)
-            return
-        losses = None
-        if content is not None:
-            try:
-                losses = read_losses(content, len(self.steps), f"client {partition}")
-            except MessageError as problem:
-                error = str(problem)
-        if losses is None:
-            self._refuse(partition, f"line search: {error}")
-        self._search.answers[partition] = losses
-
-    def _awaited(self) -> list[int]:
-        if self._search is None:
-            return super()._awaited()
-        return [partition for partition in self._search.asked if partition not in self._search.answers]
-
-    def _num_valid(self) -> int:
-        return super()._num_valid() if self._search is None else len(self._search.losses)
-
-    # Under Flower's own loop -----------------------------------------------------------------
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Compose the messages of a round, as `RoundMixin` does, and keep the grid for the line search.
-
-        Args:
-            server_round: The round, from 1.
-            arrays: The model.
-            config: Entries to send to every client.
-            grid: Flower's grid.
-
-        Returns:
-            One message for each sampled partition.
-        """
-        self._grid = grid
-        return super().configure_train(server_round, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Fold all replies of a round, and hold the line search: Flower's own loop knows one exchange a round.
-
-        Args:
-            server_round: The round.
-            replies: The replies, in any order.
-
-        Returns:
-            The new model and the mean train metrics, or None twice if the round is below the quorum.
-
-        Raises:
-            RoundFailedError: As the failure policy says.
-        """
-        for reply in replies:
-            self.receive_message(reply)
-        if self._grid is not None:
-            for answer in exchange(self._grid, self.take_resends(), self.options.round_timeout):
-                self.receive_message(answer)
-        return super().aggregate_train(server_round, ())
-
-
-def read_losses(content: RecordDict, num_steps: int, where: str) -> list[float]:
-    """Read a client's answer to the line search.
-
-    Args:
-        content: The content of its reply.
-        num_steps: Number of candidates.
-        where: Whose reply it is, for messages.
-
-    Returns:
-        Its loss at step 0, then at every candidate; infinity or NaN where the candidate is no good.
-
-    Raises:
-        MessageError: The record is absent or malformed, or the loss at step 0 is not finite.
-    """
-    record = content.get(LINE_SEARCH)
-    losses = record.get(LOSSES) if isinstance(record, ConfigRecord) else None
-    if (
-        not isinstance(losses, list)
-        or len(losses) != num_steps + 1
-        or not all(isinstance(loss, float) for loss in losses)
-        or not np.isfinite(losses[0])
-    ):
-        raise MessageError(
-            f"{where}, entry '{LOSSES}' of record '{LINE_SEARCH}'",
-            expected=f"{num_steps + 1} numbers, the first finite",
-            got=repr(losses)[:200],
-            do="reply with fedapps.client_apps.second_order.losses_along",
-        )
-    return [float(loss) for loss in losses]

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-from flwr.app import ArrayRecord
-from flwr.serverapp.strategy import Strategy
+from typing_extensions import override
 
 from fedapps.errors import MessageError
-from fedapps.records import Arrays, Reply
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
+from fedapps.messages.schema import ARRAYS, Arrays, Records, Reply
+from fedapps.strategies.base import RoundStrategy
 
 
-class LocalTrain(RoundMixin, Strategy):
+class LocalTrain(RoundStrategy):
     """No model travels in either direction; the server's stays the initial one.
 
-    Args:
-        options: The shared options.
-
     Example:
-        >>> LocalTrain(options=RoundOptions(fraction_train=0.5)).options.fraction_train
-        0.5
+        >>> LocalTrain().records_for(0, 0, {})
+        {'arrays': {}}
     """
 
-    def __init__(self, *, options: RoundOptions | None = None) -> None:
-        self.set_up_rounds(options or RoundOptions())
+    @override
+    def records_for(self, partition: int, through: int, model: Arrays) -> Records:
+        """Send nothing: every client starts from the initial model of the task, which it builds itself."""
+        return {ARRAYS: {}}
 
-    def arrays_to_send(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Send nothing: every client starts from the initial model of the task, which it builds itself.
+    @override
+    def begin(self, model: Arrays) -> None:
+        self._model = model
 
-        Args:
-            arrays: The model.
-
-        Returns:
-            An empty record.
-        """
-        return ArrayRecord({})
-
-    def begin(self, arrays: Arrays) -> None:
-        """Start a round.
-
-        Args:
-            arrays: The server's model, by name.
-        """
-        self._model = arrays
-
+    @override
     def fold(self, reply: Reply) -> None:
-        """Check that the client kept its model to itself.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: It has tensors.
-        """
+        """Check that the client kept its model to itself."""
         if reply.arrays or reply.buffers:
             raise MessageError(
                 reply.where,
@@ -61,10 +37,6 @@ class LocalTrain(RoundMixin, Strategy):
                 do="use fedapps.client_apps.personalized.train_localtrain",
             )
 
+    @override
     def finish(self) -> Arrays:
-        """Leave the server's model as it is.
-
-        Returns:
-            The model.
-        """
         return self._model

@@ -5,86 +5,74 @@ Buffers follow the plain mean (floating) or the maximum (integer).
 
 from __future__ import annotations
 
-import numpy as np
-from flwr.serverapp.strategy import Strategy
+from typing import Any
 
-from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
+import numpy as np
+from typing_extensions import override
+
+from fedapps.messages.schema import STEP_LIMIT, Arrays, Reply
 from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig, server_step
-from fedapps.records import Arrays, Reply, check_complete
-from fedapps.settings import Settings
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.rounds import RoundMixin
+from fedapps.personalization.proximal import unstable_step
+from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.base import RoundStrategy
+from fedapps.strategies.mean import MeanStrategy
 
 
-class PFedMe(RoundMixin, Strategy):
+class PFedMe(MeanStrategy):
     """The global model mixed with the mean of the clients' copies; never with their personal models.
 
     Args:
-        options: The shared options.
+        settings: As `RoundStrategy`.
         beta: Mixing rate, above 0.
+        **rounds: Further arguments of `RoundStrategy`.
 
     Example:
-        >>> PFedMe(options=RoundOptions(seed=1), beta=0.5).beta
+        >>> PFedMe(beta=0.5).beta
         0.5
     """
 
-    def __init__(self, *, options: RoundOptions | None = None, beta: float = 1.0) -> None:
-        self.set_up_rounds(options or RoundOptions())
+    def __init__(self, settings: RoundSettings | None = None, *, beta: float = 1.0, **rounds: Any) -> None:
+        super().__init__(settings, **rounds)
         self.beta = beta
 
+    @override
     @classmethod
-    def from_settings(cls, settings: Settings, experiment: str) -> PFedMe:
-        """Build the strategy of a run.
-
-        Args:
-            settings: The settings.
-            experiment: Identity of the experiment.
-
-        Returns:
-            The strategy.
-
-        Raises:
-            SettingsError: The clients' numbers do not go together, which is told before anyone trains.
-        """
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:
         own = settings.own
+        # The clients' numbers must go together.
         PFedMeConfig(own.lambda_, own.eta, pulled_step(settings.lr, own.lambda_, own.personal_lr), own.inner_steps)
-        return cls(options=RoundOptions.from_settings(settings, experiment), beta=own.beta)
+        return {"beta": own.beta}
 
-    def begin(self, arrays: Arrays) -> None:
-        """Start a round.
-
-        Args:
-            arrays: The model that is sent out, by name.
-        """
-        self._model = arrays
-        self._sums: TensorSums = start_mean(arrays)
+    @override
+    def begin(self, model: Arrays) -> None:
+        super().begin(model)
         self._buffers: set[str] = set()
 
+    @override
     def fold(self, reply: Reply) -> None:
-        """Add the client's copy to the sums.
-
-        Args:
-            reply: A checked reply.
-
-        Raises:
-            MessageError: A tensor of the model is missing.
-        """
-        check_complete(reply, set(), self._model)
-        tensors = {**reply.arrays, **reply.buffers}
-        add_mean(self._sums, self.options.weight(reply.num_examples), tensors, where=reply.where)
+        super().fold(reply)
         self._buffers |= set(reply.buffers)
+        warn_of_step(self, reply)
 
+    @override
     def finish(self) -> Arrays:
-        """Mix the mean into the global model.
-
-        Returns:
-            The new model, by name, in the order of the old one.
-        """
-        mean = finish_mean(self._sums)
         return {
-            name: mean[name] if name in self._buffers else self._mix(w, mean[name]) for name, w in self._model.items()
+            name: value if name in self._buffers else self._mix(self._model[name], value)
+            for name, value in self.mean().items()
         }
 
     def _mix(self, w: np.ndarray, mean: np.ndarray) -> np.ndarray:
         return server_step(w.astype(np.float64), mean.astype(np.float64), self.beta).astype(w.dtype)
+
+
+def warn_of_step(strategy: RoundStrategy, reply: Reply) -> None:
+    """Note, once a run, that a client's step on its loss with the pull is unstable.
+
+    Args:
+        strategy: The strategy.
+        reply: A reply; its metric ``step-limit``, which the step is not below, is taken out.
+    """
+    limit = reply.metrics.pop(STEP_LIMIT, None)
+    if limit is not None:
+        strategy.note_once("step", f"client {reply.partition}: {unstable_step(limit)}")

@@ -6,10 +6,8 @@ every node id not seen before at a round's start, the server sends a query; the 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -17,7 +15,8 @@ from flwr.serverapp import Grid
 
 import fedapps
 from fedapps.errors import MessageError, RosterError, explain
-from fedapps.records import CONFIG, NODE
+from fedapps.messages.node_facts import NodeFacts
+from fedapps.messages.schema import CONFIG
 from fedapps.strategies.exchange import exchange
 
 logger = getLogger("flwr")
@@ -32,98 +31,23 @@ NODE_POLL = 1.0
 """Seconds between two looks at the connected nodes while clients are missing."""
 
 
-@dataclass(frozen=True)
-class NodeFacts:
-    """What a node says of itself in the handshake.
-
-    Attributes:
-        partition: Partition id of its data.
-        num_partitions: Number of partitions that it believes there are.
-        num_examples: Training examples that it holds.
-        version: Version of this package on the node.
-        method: Method that the node is set up for.
-        device: Device that it computes on.
-        preconditioned: Names of the tensors that would be preconditioned; empty for methods without curvature.
-        kernel: Checksum of known directions as the node draws and applies them; empty for methods without replicas.
-    """
-
-    partition: int
-    num_partitions: int
-    num_examples: int
-    version: str
-    method: str
-    device: str
-    preconditioned: tuple[str, ...]
-    kernel: str = ""
-
-    def to_record(self) -> ConfigRecord:
-        """Pack into a record."""
-        return ConfigRecord(
-            {
-                "partition-id": self.partition,
-                "num-partitions": self.num_partitions,
-                "num-examples": self.num_examples,
-                "version": self.version,
-                "method": self.method,
-                "device": self.device,
-                "preconditioned": json.dumps(self.preconditioned),
-                "kernel": self.kernel,
-            }
-        )
-
-    @classmethod
-    def from_content(cls, content: RecordDict, where: str) -> NodeFacts:
-        """Unpack from the content of a query reply.
-
-        Args:
-            content: The content.
-            where: Which node, for the error message.
-
-        Returns:
-            The facts.
-
-        Raises:
-            MessageError: The record is absent or a field is absent or of another type.
-        """
-        record = content.get(NODE)
-        if not isinstance(record, ConfigRecord):
-            raise MessageError(
-                where, expected=f"a record '{NODE}'", got=", ".join(content) or "nothing", do="update the node"
-            )
-        try:
-            return cls(
-                partition=int(record["partition-id"]),  # type: ignore[arg-type]
-                num_partitions=int(record["num-partitions"]),  # type: ignore[arg-type]
-                num_examples=int(record["num-examples"]),  # type: ignore[arg-type]
-                version=str(record["version"]),
-                method=str(record["method"]),
-                device=str(record["device"]),
-                preconditioned=tuple(json.loads(str(record["preconditioned"]))),
-                kernel=str(record["kernel"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise MessageError(
-                where, expected="the facts of a node", got=f"{dict(record)} ({error})", do="update the node"
-            ) from error
-
-
 class Roster:
     """The nodes of a run, by partition.
 
     Args:
-        method: Method of the run; nodes set up for another are refused.
-        experiment: Identity of the experiment, sent with the query.
         node_wait: Seconds to wait for all partitions to be there.
         num_clients: Number of clients if the nodes cannot say it; 0 = as many as are online, at least two.
         timeout: Seconds to wait for the answers to a query.
 
     Attributes:
+        method: Method of the run; nodes set up for another are refused. Any may take part where it is empty.
+        experiment: Identity of the experiment, sent with the query.
         kernel: Checksum of known directions that every node must draw, or empty.
     """
 
-    def __init__(self, *, method: str, experiment: str, node_wait: float, num_clients: int, timeout: float) -> None:
-        self._method = method
-        self._experiment = experiment
+    def __init__(self, *, node_wait: float, num_clients: int, timeout: float) -> None:
+        self.method = ""
+        self.experiment = ""
         self._node_wait = node_wait
         self._num_clients = num_clients
         self._timeout = timeout
@@ -187,7 +111,7 @@ class Roster:
             self._enter(node_id, answers.get(node_id))
 
     def _ask(self, grid: Grid, node_ids: Iterable[int]) -> dict[int, Message]:
-        query = ConfigRecord({"version": fedapps.__version__, "method": self._method, "experiment": self._experiment})
+        query = ConfigRecord({"version": fedapps.__version__, "method": self.method, "experiment": self.experiment})
         messages = [
             Message(RecordDict({CONFIG: query}), dst_node_id=node_id, message_type=MessageType.QUERY)
             for node_id in node_ids
@@ -238,10 +162,10 @@ class Roster:
                 got=f"fedapps {facts.version}",
                 do="install the same version on every machine",
             )
-        if self._method and facts.method != self._method:
+        if self.method and facts.method != self.method:
             raise RosterError(
                 where,
-                expected=f"method '{self._method}'",
+                expected=f"method '{self.method}'",
                 got=f"'{facts.method}'",
                 do="start the node's app with the settings of the run",
             )

@@ -135,7 +135,7 @@ def _check_names(
     do = "load arrays of the same model, built with the same options"
     if not missing and model.state_dict().keys() >= set(unknown):
         do = (
-            "start the server from pack_arrays(module_arrays(model)) (fedapps.records, fedapps.tasks.torch_arrays), not from "
+            "start the server from pack_arrays(module_arrays(model)) (fedapps.messages, fedapps.tasks.torch_arrays), not from "
             "state_dict(): tied weights travel once, frozen ones not at all"
         )
     raise TaskError(

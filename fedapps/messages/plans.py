@@ -1,4 +1,4 @@
-"""What FedCLUP's server tells a client beside the model: entries of the message's ``config``."""
+"""FedCLUP: a client's part in a round, as entries of the message's ``config``, and what a local fit reports, as metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from fedapps.errors import MessageError
-from fedapps.settings import Scalar
+from fedapps.messages.schema import Entries, Reply
+from fedapps.personalization.local_fits import LocalFit
 
 FIT_DISTANCE2 = "fit-distance2"
 FIT_NOISE = "fit-noise"
@@ -44,7 +45,7 @@ class RoundPlan:
     fitting: bool
     curvature: AskedCurvature
 
-    def to_entries(self) -> dict[str, Scalar]:
+    def to_entries(self) -> Entries:
         """Give the entries of the message's ``config``."""
         return {
             "lambda": self.lam,
@@ -64,7 +65,7 @@ class RoundPlan:
             The plan.
 
         Raises:
-            MessageError: An entry is absent.
+            MessageError: An entry is absent or of another form.
         """
         try:
             return cls(
@@ -73,10 +74,38 @@ class RoundPlan:
                 fitting=bool(entries["fitting"]),
                 curvature=AskedCurvature(entries["curvature"]),
             )
-        except KeyError as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise MessageError(
-                f"server's message, entry {error}",
-                expected="what FedCLUP's strategy sends",
-                got="nothing",
+                "server's message, record 'config'",
+                expected="a client's part in a round, as FedCLUP's strategy sends it",
+                got=f"{type(error).__name__}: {error}",
                 do="use fedapps.strategies.FedCLUP of the same version on the server",
             ) from error
+
+
+def fit_metrics(fit: LocalFit) -> dict[str, float]:
+    """Give the scalars of a local fit as metrics of a reply; the number of examples travels in every reply."""
+    return {FIT_DISTANCE2: fit.distance2, FIT_NOISE: fit.noise, FIT_VARIANCE: fit.variance}
+
+
+def read_fit(reply: Reply) -> LocalFit:
+    """Take the scalars of a local fit out of a reply's metrics.
+
+    Args:
+        reply: A checked reply.
+
+    Returns:
+        The fit.
+
+    Raises:
+        MessageError: One of them is missing.
+    """
+    if missing := [name for name in (FIT_DISTANCE2, FIT_NOISE, FIT_VARIANCE) if name not in reply.metrics]:
+        raise MessageError(
+            f"{reply.where}, metrics",
+            expected="the scalars of a local fit",
+            got=f"none called {', '.join(missing)}",
+            do="use the same version of fedapps on both ends",
+        )
+    pop = reply.metrics.pop
+    return LocalFit(reply.num_examples, pop(FIT_DISTANCE2), pop(FIT_NOISE), pop(FIT_VARIANCE))

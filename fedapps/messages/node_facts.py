@@ -1,0 +1,88 @@
+"""The handshake: what a node says of itself when the server asks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from flwr.app import ConfigRecord, RecordDict
+
+from fedapps.errors import MessageError
+
+NODE = "node"
+"""Record of a query reply."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself in the handshake.
+
+    Attributes:
+        partition: Partition id of its data.
+        num_partitions: Number of partitions that it believes there are.
+        num_examples: Training examples that it holds.
+        version: Version of this package on the node.
+        method: Method that the node is set up for.
+        device: Device that it computes on.
+        preconditioned: Names of the tensors that would be preconditioned; empty for methods without curvature.
+        kernel: Checksum of known directions as the node draws and applies them; empty for methods without replicas.
+    """
+
+    partition: int
+    num_partitions: int
+    num_examples: int
+    version: str
+    method: str
+    device: str
+    preconditioned: tuple[str, ...]
+    kernel: str = ""
+
+    def to_record(self) -> ConfigRecord:
+        """Pack into a record."""
+        return ConfigRecord(
+            {
+                "partition-id": self.partition,
+                "num-partitions": self.num_partitions,
+                "num-examples": self.num_examples,
+                "version": self.version,
+                "method": self.method,
+                "device": self.device,
+                "preconditioned": json.dumps(self.preconditioned),
+                "kernel": self.kernel,
+            }
+        )
+
+    @classmethod
+    def from_content(cls, content: RecordDict, where: str) -> NodeFacts:
+        """Unpack from the content of a query reply.
+
+        Args:
+            content: The content.
+            where: Which node, for the error message.
+
+        Returns:
+            The facts.
+
+        Raises:
+            MessageError: The record is absent or a field is absent or of another type.
+        """
+        record = content.get(NODE)
+        if not isinstance(record, ConfigRecord):
+            raise MessageError(
+                where, expected=f"a record '{NODE}'", got=", ".join(content) or "nothing", do="update the node"
+            )
+        try:
+            return cls(
+                partition=int(record["partition-id"]),  # type: ignore[arg-type]
+                num_partitions=int(record["num-partitions"]),  # type: ignore[arg-type]
+                num_examples=int(record["num-examples"]),  # type: ignore[arg-type]
+                version=str(record["version"]),
+                method=str(record["method"]),
+                device=str(record["device"]),
+                preconditioned=tuple(json.loads(str(record["preconditioned"]))),
+                kernel=str(record["kernel"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise MessageError(
+                where, expected="the facts of a node", got=f"{dict(record)} ({error})", do="update the node"
+            ) from error

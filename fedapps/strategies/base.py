@@ -1,0 +1,524 @@
+"""Flower's side of a round: hooks that greet nodes, address messages, and hand replies to `Rounds`.
+
+A strategy of this package is a `RoundStrategy` with the three calls of `fedapps.strategies.rounds.RoundMethod`. It runs under
+Flower's unmodified ``start``, under this package's own loop, which folds while replies arrive, and behind the legacy adapter.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from typing_extensions import override
+
+from fedapps.averaging import check_averageable
+from fedapps.errors import MessageError
+from fedapps.messages.schema import (
+    ARRAYS,
+    BUFFERS,
+    CONFIG,
+    METRICS,
+    NUM_EXAMPLES,
+    SERVER_ROUND,
+    Announced,
+    Arrays,
+    Packed,
+    Records,
+    Reply,
+    check_size,
+    pack,
+    pack_arrays,
+    read_reply,
+    unpack_arrays,
+)
+from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.exchange import exchange
+from fedapps.strategies.roster import Roster
+from fedapps.strategies.rounds import FollowUp, Rounds, last_line, sample_partitions
+from fedapps.tasks.base import Task
+
+logger = getLogger("flwr")
+
+ACTOR_DIED = 0
+"""Flower's error code for a client whose worker process died; the simulation engine never replaces that worker."""
+
+
+class RunFiles(Protocol):
+    """What a strategy may write into the folder of its run."""
+
+    @property
+    def journal_path(self) -> Path:
+        """Where a journal lies."""
+
+    def write_initial(self, arrays: Arrays) -> None:
+        """Keep the model before round 1."""
+
+
+@dataclass
+class _Phase:
+    """A phase of a round: what its messages have in common, and which are out.
+
+    Attributes:
+        kind: Flower's type of message: train or evaluate.
+        server_round: The round.
+        through: The last round whose outcome the clients are to know: the one before in training, the present one in
+            evaluation.
+        model: The model.
+        config: Entries that every client receives.
+        grid: Flower's grid.
+        packed: Arrays that are packed already.
+        messages: Partition -> the last message to its client.
+        again: Clients that are to get their message once more.
+        asked_again: All clients that were to get it once more.
+    """
+
+    kind: str
+    server_round: int
+    through: int
+    model: Arrays
+    config: ConfigRecord
+    grid: Grid
+    packed: Packed
+    messages: dict[int, Message] = field(default_factory=dict)
+    again: list[int] = field(default_factory=list)
+    asked_again: set[int] = field(default_factory=set)
+
+
+class RoundStrategy(Strategy):
+    """Flower's strategy hooks, around the calls of a method.
+
+    Args:
+        settings: Sampling, weights, quorum, failure policy, limits; the defaults if left out.
+        num_clients: Number of clients where the nodes cannot say it, since their ClientApp has no query handler; 0 = as many
+            as are online, at least two.
+        evaluate_clients: Whether clients evaluate the model after each round.
+
+    Attributes:
+        settings: As given.
+        evaluate_clients: As given.
+        rounds: The rounds, with the report of the last one.
+        roster: The nodes by partition.
+    """
+
+    def __init__(
+        self, settings: RoundSettings | None = None, *, num_clients: int = 0, evaluate_clients: bool = True
+    ) -> None:
+        self.settings = settings or RoundSettings()
+        self.num_clients = num_clients
+        self.evaluate_clients = evaluate_clients
+        self.roster = Roster(
+            node_wait=self.settings.node_wait, num_clients=num_clients, timeout=self.settings.round_timeout
+        )
+        self.rounds = Rounds(self, self.settings)
+        self._noted: set[str] = set()
+        self._phase: _Phase | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings, experiment: str) -> Self:
+        """Build the strategy of a run.
+
+        Args:
+            settings: The settings.
+            experiment: Identity of the experiment; clients file their state under it.
+
+        Returns:
+            The strategy.
+        """
+        evaluate = settings.client_evaluation != "none" or settings.exports
+        strategy = cls(settings, evaluate_clients=evaluate, **cls.own_arguments(settings))
+        strategy.roster.method, strategy.roster.experiment = settings.method, experiment
+        return strategy
+
+    @classmethod
+    def own_arguments(cls, settings: Settings) -> dict[str, Any]:  # noqa: ARG003 - used where it is overridden
+        """Give the method's own arguments of the constructor.
+
+        Args:
+            settings: The settings of a run.
+
+        Returns:
+            Name -> value; none unless overridden.
+
+        Raises:
+            SettingsError: The settings do not go together, which is told before anyone trains.
+        """
+        return {}
+
+    # The method ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, model: Arrays) -> None:
+        """Start a round; see `RoundMethod.begin`."""
+
+    @abstractmethod
+    def fold(self, reply: Reply) -> None:
+        """Fold one reply; see `RoundMethod.fold`."""
+
+    @abstractmethod
+    def finish(self) -> Arrays:
+        """End the round; see `RoundMethod.finish`."""
+
+    def follow_up(self, *, enough: bool) -> FollowUp | None:
+        """Ask for a further exchange; see `RoundMethod.follow_up`. None unless overridden."""
+        return None
+
+    def answer(self, reply: Reply) -> None:
+        """Take the answer to a follow-up; see `RoundMethod.answer`."""
+        raise RuntimeError(f"{type(self).__name__}: a follow-up whose answers nobody takes")
+
+    def sample(self, server_round: int) -> list[int]:
+        """Choose the clients of a round.
+
+        Args:
+            server_round: The round.
+
+        Returns:
+            Partition ids, ascending: a seeded sample of ``fraction_train`` of them.
+        """
+        settings = self.settings
+        return sample_partitions(settings.seed, server_round, self.roster.num_partitions, settings.fraction_train)
+
+    def records_for(self, partition: int, through: int, model: Arrays) -> Records:
+        """Say what one client receives.
+
+        Args:
+            partition: The client.
+            through: The last round whose outcome it is to know.
+            model: The model.
+
+        Returns:
+            Record -> arrays or entries; those of ``config`` are added to the round's. The model unless overridden.
+        """
+        return {ARRAYS: model}
+
+    def announced(self, model: Arrays) -> Announced:
+        """Say which records of arrays a reply may hold.
+
+        Args:
+            model: The model that was sent out.
+
+        Returns:
+            Record -> tensors of the same shapes and dtypes; tensors and buffers of the model unless overridden.
+        """
+        return {ARRAYS: model, BUFFERS: model}
+
+    def asks_again(self, partition: int, content: RecordDict) -> str:
+        """Recognise a reply that asks for the message once more, because the client lacks something.
+
+        Args:
+            partition: The client.
+            content: The content of its reply.
+
+        Returns:
+            What it lacks, which `records_for` gives from now on; ``""`` for any other reply.
+        """
+        return ""
+
+    def preconditioned(self) -> Collection[str] | None:
+        """Name the tensors that the clients precondition.
+
+        Returns:
+            The names; None for a method without curvature, or if it is not known yet.
+        """
+        return None
+
+    def check_model(self, arrays: Arrays) -> None:
+        """Refuse a model that the method cannot train, with a `TaskError`: one that cannot be averaged."""
+        check_averageable(arrays, type(self).__name__)
+
+    def note_once(self, kind: str, text: str) -> None:
+        """Note a remark of its kind the first time only."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.rounds.note(text)
+
+    # A run -----------------------------------------------------------------------------------
+
+    def open(self, arrays: Arrays, task: Task, files: RunFiles, *, resumed: bool) -> Arrays:
+        """Prepare for a run in a folder; called after `load_state` of a resumed one.
+
+        Args:
+            arrays: The first model.
+            task: The task.
+            files: The run's folder.
+            resumed: Whether the run goes on from a checkpoint.
+
+        Returns:
+            What the run holds, sends and keeps in checkpoints: the model, or nothing where `model` builds it on demand.
+        """
+        return arrays
+
+    def model(self, arrays: Arrays) -> Arrays:
+        """Give the present model.
+
+        Args:
+            arrays: What the run holds: what `open` or the last round gave.
+
+        Returns:
+            The model, by name.
+        """
+        return arrays
+
+    def state_arrays(self) -> Arrays:
+        """Give the arrays that the strategy keeps over rounds, for a checkpoint."""
+        return {}
+
+    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take back the arrays of a checkpoint, as `state_arrays` gave them; called after `load_state`."""
+
+    def state(self) -> dict[str, Any]:
+        """Give the plain state that a checkpoint keeps beside `state_arrays`."""
+        return self.rounds.state()
+
+    def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
+        """Take back the plain state of a checkpoint.
+
+        Args:
+            state: What `state` gave.
+            last_folded: Partition -> round of its last folded reply.
+        """
+        self.rounds.load_state(state, last_folded)
+
+    # Flower's hooks --------------------------------------------------------------------------
+
+    @override
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Greet new nodes, sample partitions, begin the round and compose its messages, in order of partition ids.
+
+        Raises:
+            RosterError: Clients are missing.
+            TaskError: The method cannot train the model.
+            MessageError: A message is larger than ``max_message_mb``.
+        """
+        self.roster.refresh(grid)
+        phase = self._begin_phase(MessageType.TRAIN, server_round, server_round - 1, arrays, config, grid)
+        self.check_model(phase.model)
+        sampled = self.sample(server_round)
+        self.rounds.begin(server_round, phase.model, sampled)
+        for partition in sampled:
+            if partition in self.roster.node_of:
+                self._address(phase, partition, self.records_for(partition, phase.through, phase.model))
+            else:
+                self.rounds.receive(partition, None, "its node is gone")
+        return list(phase.messages.values())
+
+    def _begin_phase(
+        self, kind: str, server_round: int, through: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> _Phase:
+        model = unpack_arrays(RecordDict({ARRAYS: arrays}), ARRAYS, "server")
+        packed: Packed = {id(model): (model, arrays)}
+        self._phase = _Phase(kind, server_round, through, model, config, grid, packed)
+        return self._phase
+
+    def _address(self, phase: _Phase, partition: int, records: Records) -> Message:
+        """Compose the message to a client, the only place where one is."""
+        known = partition in self.rounds.report.folded and self.rounds.is_follow_up
+        config = {
+            **phase.config,
+            SERVER_ROUND: phase.server_round,
+            "experiment": self.roster.experiment,
+            # A client whose reply was folded already goes on from what it kept with that.
+            "last-folded": phase.server_round if known else self.rounds.last_folded.get(partition, 0),
+            **records.get(CONFIG, {}),
+        }
+        content = pack({**records, CONFIG: config}, phase.packed)
+        check_size(content, self.settings.max_message_mb)
+        phase.messages[partition] = Message(
+            content,
+            dst_node_id=self.roster.node_of[partition],
+            message_type=phase.kind,
+            group_id=str(phase.server_round),
+            # A reply that comes after the round is over is of no use to anybody.
+            ttl=self.settings.round_timeout + 60.0,
+        )
+        return phase.messages[partition]
+
+    @override
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Fold all replies of a round; nothing comes out of a round below the quorum.
+
+        Raises:
+            RoundFailedError: As the failure policy says.
+        """
+        self.take_replies(replies)
+        arrays = self.rounds.end()
+        if arrays is None:
+            return None, None
+        return pack_arrays(self.model(arrays)), self.train_metrics()
+
+    def take_replies(self, replies: Iterable[Message]) -> None:
+        """Take the replies to `configure_train`, and hold the further exchanges that the method asks for.
+
+        Args:
+            replies: The replies, in any order.
+
+        Raises:
+            RoundFailedError: A worker process died, or a client failed and the policy is ``fail-fast``.
+        """
+        phase = self._present_phase()
+        for reply in replies:
+            self._receive(phase, reply)
+        while messages := self._next_exchange(phase):
+            for reply in exchange(phase.grid, messages, self.settings.round_timeout):
+                self._receive(phase, reply)
+
+    def _present_phase(self) -> _Phase:
+        if self._phase is None:
+            raise RuntimeError("replies before messages: call configure_train or configure_evaluate first")
+        return self._phase
+
+    def _next_exchange(self, phase: _Phase) -> list[Message]:
+        """Compose the messages of the next exchange: to clients that ask again, else to those of a follow-up."""
+        again, phase.again = phase.again, []
+        if again or phase.kind == MessageType.EVALUATE:
+            return [self._address(phase, p, self.records_for(p, phase.through, phase.model)) for p in again]
+        return [self._address(phase, p, records) for p, records in self.rounds.follow_up().items()]
+
+    def _receive(self, phase: _Phase, message: Message) -> None:
+        """Take a reply as Flower's grid hands it over."""
+        # An error reply may come from the SuperLink itself, so the message that it answers tells the client.
+        asked = message.metadata.reply_to_message_id
+        partition = next((p for p, sent in phase.messages.items() if sent.metadata.message_id == asked), None)
+        if partition is None:
+            logger.warning("a reply from node %d that nobody waits for is ignored", message.metadata.src_node_id)
+            return
+        if message.has_error():
+            self.rounds.receive(partition, None, self._reason_of(message, partition))
+        elif not self._asked_again(phase, partition, message.content):
+            self.receive(partition, message.content, phase.model)
+
+    def receive(self, partition: int, content: RecordDict, model: Arrays) -> None:
+        """Check the content of a reply, and hand it to the round.
+
+        Args:
+            partition: The client.
+            content: The content.
+            model: The model that was sent out.
+
+        Raises:
+            RoundFailedError: It is refused and the policy is ``fail-fast``.
+        """
+        try:
+            # Refused before it can wait for its turn: a bad reply costs no memory.
+            reply = read_reply(content, partition, self.announced(model), follow_up=self.rounds.is_follow_up)
+        except MessageError as problem:
+            self.rounds.receive(partition, None, str(problem))
+        else:
+            self.rounds.receive(partition, reply)
+
+    def _asked_again(self, phase: _Phase, partition: int, content: RecordDict) -> bool:
+        """Tell whether a client is to get its message again; each is, once a phase."""
+        lacks = "" if partition in phase.asked_again else self.asks_again(partition, content)
+        if lacks:
+            self.rounds.note(f"client {partition} lacks {lacks}: it is sent again")
+            phase.asked_again.add(partition)
+            phase.again.append(partition)
+        return bool(lacks)
+
+    def _reason_of(self, message: Message, partition: int) -> str:
+        """Say why a client failed; a dead worker ends the run, since the simulation engine never replaces it."""
+        reason = (message.error.reason or "no reason given").strip()
+        if message.error.code == ACTOR_DIED:
+            raise self.rounds.failure(
+                f"client {partition}: its worker process died "
+                f"({last_line(reason)}). The simulation engine never replaces a dead worker, so the run ends. Most "
+                "often the memory ran out: use fewer workers, a smaller model or a smaller batch, and --resume."
+            )
+        return reason
+
+    def train_metrics(self) -> MetricRecord:
+        """Average the clients' metrics of the last round, weighted by their number of examples.
+
+        Returns:
+            Means of the metrics that every client reported.
+        """
+        return mean_metrics(self.rounds.report.metrics, self.rounds.report.num_examples)
+
+    @override
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Compose a message to every client that has a node; none without ``evaluate_clients``."""
+        if not self.evaluate_clients:
+            return []
+        phase = self._begin_phase(MessageType.EVALUATE, server_round, server_round, arrays, config, grid)
+        for partition in sorted(self.roster.node_of):
+            self._address(phase, partition, self.records_for(partition, server_round, phase.model))
+        return list(phase.messages.values())
+
+    @override
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the clients' evaluation metrics, weighted by their number of examples; None without a usable reply."""
+        metrics, num_examples = self.evaluation_results(replies)
+        return mean_metrics(metrics, num_examples) if metrics else None
+
+    def evaluation_results(self, replies: Iterable[Message]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
+        """Sort evaluation replies by partition; clients that ask again get their message once more.
+
+        Args:
+            replies: The replies, in any order; failed ones are logged and left out.
+
+        Returns:
+            Partition -> metrics, and partition -> number of examples, for clients that have test data.
+        """
+        found: dict[int, tuple[dict[str, float], int]] = {}
+        for reply in replies:
+            self._take_evaluation(reply, found)
+        phase = self._phase
+        while phase is not None and phase.kind == MessageType.EVALUATE and (messages := self._next_exchange(phase)):
+            for reply in exchange(phase.grid, messages, self.settings.round_timeout):
+                self._take_evaluation(reply, found)
+        ordered = sorted(found.items())
+        return {p: metrics for p, (metrics, _) in ordered}, {p: count for p, (_, count) in ordered}
+
+    def _take_evaluation(self, reply: Message, found: dict[int, tuple[dict[str, float], int]]) -> None:
+        partition = self.roster.partition_of(reply.metadata.src_node_id)
+        if partition is None or reply.has_error():
+            reason = last_line(reply.error.reason or "") if reply.has_error() else "unknown node"
+            logger.error("evaluation, client %s: %s", partition, reason)
+            return
+        phase = self._present_phase()
+        if self._asked_again(phase, partition, reply.content):
+            return
+        if lacks := self.asks_again(partition, reply.content):
+            self.rounds.note(f"client {partition} was not measured: it lacks {lacks}")
+            return
+        record = reply.content.get(METRICS)
+        values = dict(record) if isinstance(record, MetricRecord) else {}
+        count = values.pop(NUM_EXAMPLES, 0)
+        if isinstance(count, int) and count > 0:
+            found[partition] = ({k: float(v) for k, v in values.items() if isinstance(v, int | float)}, count)
+
+    @override
+    def summary(self) -> None:
+        """Log what a reader of the log needs to repeat the run."""
+        logger.info("%s %s", type(self).__name__, self.settings)
+
+
+def mean_metrics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, int]) -> MetricRecord:
+    """Average metrics over clients, weighted by their number of examples.
+
+    Args:
+        metrics: Partition -> metric -> value.
+        num_examples: Partition -> number of examples.
+
+    Returns:
+        The means of the metrics that every client has, in partition order.
+    """
+    total = sum(num_examples[partition] for partition in metrics)
+    shared = set.intersection(*(set(values) for values in metrics.values())) if metrics else set()
+    return MetricRecord(
+        {name: sum(num_examples[p] * metrics[p][name] for p in sorted(metrics)) / total for name in sorted(shared)}
+    )
