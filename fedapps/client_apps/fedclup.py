@@ -14,9 +14,9 @@ from fedapps.client_apps.first_order import reply
 from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
 from fedapps.client_apps.personal_models import Kept, PersonalModel, load_personal, save_personal
 from fedapps.client_apps.work import ClientWork
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.fedclup import Stale, send
 from fedapps.personalization.parts import personal_names
+from fedapps.personalization.proximal import pulled_step
 from fedapps.records import METRICS, STORE_LOST, Arrays
 from fedapps.strategies.fedclup_plan import (
     CURVATURE,

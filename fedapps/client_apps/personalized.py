@@ -12,9 +12,8 @@ from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local
 from fedapps.client_apps.personal_models import Kept, PersonalModel, load_personal, save_personal
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import TaskError
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig
-from fedapps.personalization.proximal import safe_step, unstable_step
+from fedapps.personalization.proximal import pulled_step, safe_step, unstable_step
 from fedapps.records import METRICS, STEP_LIMIT, STORE_LOST
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,12 @@ from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.compute import pinned
 from fedapps.methods import resolve_settings
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization import theory
 from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Reason, Rule, choose_lambda
 from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
-from fedapps.personalization.proximal import curvature_range
+from fedapps.personalization.proximal import curvature_range, pulled_step
 from fedapps.records import Arrays
 from fedapps.results.settings_file import to_toml
 from fedapps.settings import Settings, default_config
@@ -190,7 +189,8 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
             if report.decided:
                 break
         mus = [fit.mu for fit in fits.values() if fit.mu is not None]
-        options = FedClupOptions.from_settings(replace(settings, own=replace(own, lambda_=report.lam)))
+        chosen = own.model_copy(update={"lambda_": report.lam})
+        options = FedClupOptions.from_settings(settings.model_copy(update={"own": chosen}))
         exact = bool(mus) or options.gamma_needs_curvature
         L = max(fit.curvature(initial, exact=exact) for fit in fits.values())
     return Advice(

@@ -38,7 +38,7 @@ class FedAvgM(FlowerStrategyMixin, FlowerFedAvgM):
         """Name the method's own settings as Flower's strategy does.
 
         Args:
-            own: A `fedapps.first_order_settings.FedAvgMSettings`.
+            own: A `fedapps.methods.first_order.FedAvgMSettings`.
 
         Returns:
             Arguments of Flower's strategy.

@@ -28,7 +28,6 @@ from flwr.serverapp.strategy import Strategy
 
 from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.errors import MessageError, RosterError
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.choose_lambda import ChoiceConfig, Rule, choose_lambda
 from fedapps.personalization.fedclup import (
     FedClupConfig,
@@ -43,7 +42,7 @@ from fedapps.personalization.fedclup import (
 )
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
-from fedapps.personalization.proximal import check_lambda, step_warning
+from fedapps.personalization.proximal import check_lambda, pulled_step, step_warning
 from fedapps.records import STORE_LOST, Arrays, Reply, check_complete
 from fedapps.settings import Settings
 from fedapps.strategies.fedclup_plan import (
@@ -70,7 +69,7 @@ class FedClupOptions:
     Attributes:
         lam: ``lambda > 0``.
         gamma: Server step; 0 takes it from ``gamma_rule``.
-        gamma_rule: ``theory`` or ``average``, see `fedapps.personal_settings.FedClupSettings`.
+        gamma_rule: ``theory`` or ``average``, see `fedapps.methods.personalised.FedClupSettings`.
         stale: What the sum holds of clients that did not reply.
         patterns: The personal parameters; none for all.
         choice: How to choose ``lambda`` from local fits; None keeps ``lam``.

@@ -50,7 +50,7 @@ class FedOptMixin(FlowerStrategyMixin):
         """Name the method's own settings as Flower's strategy does.
 
         Args:
-            own: A `fedapps.first_order_settings.FedOptSettings`.
+            own: A `fedapps.methods.first_order.FedOptSettings`.
 
         Returns:
             Arguments of Flower's strategy.
@@ -119,7 +119,7 @@ class FedAdagrad(FedOptMixin, FlowerFedAdagrad):
         """Name the method's own settings as Flower's strategy does.
 
         Args:
-            own: A `fedapps.first_order_settings.FedAdagradSettings`.
+            own: A `fedapps.methods.first_order.FedAdagradSettings`.
 
         Returns:
             Arguments of Flower's strategy.

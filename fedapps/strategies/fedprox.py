@@ -36,7 +36,7 @@ class FedProx(FlowerStrategyMixin, FlowerFedProx):
         """Name the method's own settings as Flower's strategy does.
 
         Args:
-            own: A `fedapps.first_order_settings.FedProxSettings`.
+            own: A `fedapps.methods.first_order.FedProxSettings`.
 
         Returns:
             Arguments of Flower's strategy.

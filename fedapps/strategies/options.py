@@ -75,10 +75,10 @@ class RoundOptions:
         """
         return cls(
             fraction_train=settings.fraction_train,
-            weighting=settings.weighting,  # type: ignore[arg-type]  # checked against the same choices
+            weighting=settings.weighting,
             seed=settings.seed,
             min_replies=settings.min_replies,
-            on_failure=settings.on_failure,  # type: ignore[arg-type]
+            on_failure=settings.on_failure,
             round_timeout=settings.round_timeout,
             node_wait=settings.node_wait,
             max_consecutive_failed_rounds=settings.max_consecutive_failed_rounds,

@@ -9,8 +9,8 @@ import numpy as np
 from flwr.serverapp.strategy import Strategy
 
 from fedapps.curvature.mixing import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig, server_step
+from fedapps.personalization.proximal import pulled_step
 from fedapps.records import Arrays, Reply, check_complete
 from fedapps.settings import Settings
 from fedapps.strategies.options import RoundOptions
