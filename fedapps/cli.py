@@ -30,7 +30,7 @@ from fedapps.results.settings_file import from_toml
 from fedapps.results.summary import RunStatus
 from fedapps.results.tables import RunRow, to_csv, to_markdown, to_rich
 from fedapps.results.units import human_bytes, human_seconds
-from fedapps.settings import default_config
+from fedapps.settings import default_config, toml_float
 from fedapps.simulation.advise import advise as advise_fedclup
 from fedapps.simulation.start import LOG, Ended, Engine, Start, start
 from fedapps.simulation.sweep import Trial
@@ -177,7 +177,7 @@ def _parse_assignment(text: str) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}", parse_float=toml_float)["value"]
     except tomllib.TOMLDecodeError:
         return text  # A bare word is a string: --set partition=iid
 

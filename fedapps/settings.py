@@ -1,177 +1,226 @@
-"""Settings: from a Flower run config to typed, checked values, by the same parser on both ends.
+"""Settings: from a Flower run config to typed, checked values, by the same models on both ends.
 
-Every key is declared once, as a field of a frozen dataclass: shared keys in `Settings`, keys of one method in the
-class that its registry row names (``fedpm.damping`` is field ``damping`` of group ``fedpm``). The default run config
-of `pyproject.toml` is generated from these declarations (`default_config`).
+Every key is declared once, as a field of a pydantic model: shared keys in `Settings`, keys of one method in the class
+that its registry row names (``fedpm.damping`` is field ``damping`` of group ``fedpm``), keys of ``task-options`` in the
+task's class ``Options``. The default run config of `pyproject.toml` and the table of the docs are generated from them.
 
 Flower checks neither types nor ranges and does not name an unknown key; `parse` does, before training starts. A run
 config holds only scalars: an absent value is ``""`` and a key that the registry tunes for each method and task is
-``"auto"``.
+``"auto"``, which is resolved before the model sees it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import json
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast, get_type_hints
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum, EnumType
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from fedapps.errors import SettingsError, did_you_mean
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from fedapps.errors import FedAppsError, SettingsError, did_you_mean
 
 Scalar = bool | int | float | str
 """What a Flower run config can hold."""
 
 AUTO = "auto"
-"""Default of a key whose value the registry supplies for each method and task."""
+"""Value in the run config of a key whose value the registry supplies for each method and task."""
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key of the run config.
-
-    Attributes:
-        name: Kebab-case name, with the group in front (``fedpm.damping``).
-        kind: The Python type of a value: int, float, bool or str.
-        default: Value in the default run config; ``"auto"`` if the registry supplies it.
-        about: Meaning, with unit.
-        minimum: Least value allowed.
-        maximum: Greatest value allowed.
-        above: Value that a number must exceed.
-        choices: The strings allowed, if not any.
-    """
-
-    name: str
-    kind: type
-    default: Scalar
-    about: str
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    choices: tuple[str, ...] = ()
-
-
-def setting(default: Scalar, about: str, **limits: Any) -> Any:
-    """Declare a field of a settings class.
+def setting(default: Any, about: str, *, tuned: bool = False, **bounds: Any) -> Any:
+    """Declare a key: a field of a settings class, annotated bool, int, float, str, a ``Literal`` of strings or a ``StrEnum``.
 
     Args:
-        default: Value in the default run config, or ``"auto"``.
+        default: Value where nothing else is said; ``...`` for a key without one.
         about: Meaning, with unit; shown in the settings table.
-        **limits: ``minimum``, ``maximum``, ``above`` or ``choices``, as in `Key`.
+        tuned: Whether the registry has a value for each method and task: the run config then holds ``"auto"``.
+        **bounds: ``gt``, ``ge``, ``lt`` or ``le`` of a number.
 
     Returns:
-        A dataclass field without a Python default: values come from `parse`.
+        A field of pydantic.
     """
-    return field(metadata={"default": default, "about": about, **limits})
+    return Field(default, description=about, json_schema_extra={"tuned": tuned}, **bounds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundSettings:
-    """stub"""
+class SettingsModel(BaseModel):
+    """Base of the classes whose fields are settings.
 
-    fraction_train: float = 1.0
-    weighting: str = "examples"
-    seed: int = 0
-    min_replies: int = 1
-    on_failure: str = "tolerate"
-    round_timeout: float = 3600.0
-    node_wait: float = 120.0
-    max_consecutive_failed_rounds: int = 3
-    fold_buffer_mb: float = 256.0
-    max_message_mb: float = 2000.0
+    An integer is accepted where a float is expected, and ``2.0`` where an integer is; nothing else is converted. A
+    ``field_validator`` of a subclass refuses a value by ``ValueError(expected, do)``, the second of which may be left out.
+
+    Args:
+        place: What error messages call a value, such as ``setting``; empty where a program gives it by its Python name.
+        prefix: What stands before each key in them, such as ``fedpm.``.
+        **values: Field name -> value.
+
+    Raises:
+        SettingsError: An unknown name, a wrong type, or a value that is not finite, out of range or not among the choices.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
+
+    ERROR: ClassVar[type[FedAppsError]] = SettingsError
+    """What is raised."""
+
+    def __init__(self, place: str = "", prefix: str = "", /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _first_fault(type(self), error, place, prefix) from None
+
+    @classmethod
+    def from_keys(
+        cls,
+        given: Mapping[str, Any],
+        place: str,
+        prefix: str = "",
+        tuned: Mapping[str, Scalar] | None = None,
+        **more: Any,
+    ) -> Self:
+        """Read values by their kebab-case keys.
+
+        Args:
+            given: Key without prefix -> value; what is left out takes its default.
+            place: As for the class.
+            prefix: As for the class.
+            tuned: Values for the keys that are ``"auto"``.
+            **more: Values of fields that are no keys.
+
+        Returns:
+            The settings; nothing in them is ``"auto"`` any more.
+
+        Raises:
+            SettingsError: As for the class.
+        """
+        fields, names = keys_of(cls), {key_of(name): name for name in cls.model_fields}
+        for key, value in given.items():
+            if key not in fields:
+                raise _unknown(cls, f"{place} '{prefix}{key}'", key, fields)
+            if not (is_tuned(fields[key]) and value == AUTO):
+                more[names[key]] = value
+        for key, value in (tuned or {}).items():
+            if key in fields and is_tuned(fields[key]):
+                more.setdefault(names[key], value)
+        return cls(place, prefix, **more)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _accept(cls, value: Any, check: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        kind: Any = cls.model_fields[str(info.field_name)].annotation
+        if kind is int and isinstance(value, float) and value.is_integer() and not isinstance(value, WithExponent):
+            value = int(value)
+        elif isinstance(kind, EnumType) and value in list(kind):
+            value = kind(value)
+        value = check(value)
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise ValueError("an integer of at most 64 bits")
+        return value
+
+
+class RoundSettings(SettingsModel):
+    """How a strategy runs its rounds, whatever the method.
+
+    Example:
+        >>> RoundSettings(fraction_train=0.5, weighting="uniform").weight(90)
+        1.0
+    """
+
+    seed: int = setting(0, "seed of every random draw", ge=0, le=2**63 - 1)
+    fraction_train: float = setting(1.0, "share of the clients sampled in a round (at least one)", gt=0, le=1)
+    weighting: Literal["examples", "uniform"] = setting("examples", "weights p_i of the clients", tuned=True)
+    min_replies: int = setting(1, "replies a round needs (quorum), else it changes nothing", ge=1)
+    on_failure: Literal["tolerate", "fail-fast"] = setting(
+        "tolerate", "tolerate goes on with the other clients, fail-fast ends the run"
+    )
+    round_timeout: float = setting(3600.0, "seconds that a round waits for replies", gt=0)
+    node_wait: float = setting(120.0, "seconds to wait at the start for all clients to connect", ge=0)
+    max_consecutive_failed_rounds: int = setting(3, "rounds below the quorum in a row that end the run", ge=1)
+    fold_buffer_mb: float = setting(
+        256.0, "MB of replies ahead of their turn kept in memory; more waits in a scratch file", ge=0
+    )
+    max_message_mb: float = setting(2000.0, "largest message to send, MB of payload", gt=0)
 
     def weight(self, num_examples: int) -> float:
-        """Stub"""
+        """Give the weight of a reply, up to the common factor that renormalisation cancels.
+
+        Args:
+            num_examples: Examples that the client trained on.
+
+        Returns:
+            ``n_i`` or 1.
+        """
         return float(num_examples) if self.weighting == "examples" else 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The resolved settings of a run, the same on the server and on every client.
-
-    Field names are the run-config keys with ``_`` for ``-``. `own` holds the settings of the method.
-    """
+class _Run(SettingsModel):
+    """What is run; a base of its own so that these keys come first in every list."""
 
     method: str = setting("fedpm", "name of a method, or my_pkg.my_mod:METHOD for one of your own")
     task: str = setting("digits", "name of a task, or my_pkg.my_mod:MyTask for one of your own")
-    num_server_rounds: int = setting(10, "rounds in all, those before a resume included", minimum=1)
-    seed: int = setting(0, "seed of every random draw", minimum=0, maximum=2**63 - 1)
-    fraction_train: float = setting(1.0, "share of the clients sampled in a round (at least one)", above=0, maximum=1)
-    weighting: str = setting(AUTO, "weights p_i of the clients", choices=("examples", "uniform"))
-    local_epochs: int = setting(AUTO, "passes over a client's data in a round", minimum=1)
-    local_steps: int = setting(AUTO, "local steps K in a round; 0 = count local-epochs instead", minimum=0)
-    batch_size: int = setting(AUTO, "examples in a batch; 0 = all of a client's", minimum=0)
-    lr: float = setting(AUTO, "client learning rate eta", above=0)
-    lr_schedule: str = setting(
+    num_server_rounds: int = setting(10, "rounds in all, those before a resume included", ge=1)
+
+
+class Settings(RoundSettings, _Run):
+    """The resolved settings of a run, the same on the server and on every client."""
+
+    local_epochs: int = setting(1, "passes over a client's data in a round", ge=1, tuned=True)
+    local_steps: int = setting(0, "local steps K in a round; 0 = count local-epochs instead", ge=0, tuned=True)
+    batch_size: int = setting(0, "examples in a batch; 0 = all of a client's", ge=0, tuned=True)
+    lr: float = setting(..., "client learning rate eta", gt=0, tuned=True)
+    lr_schedule: Literal["constant", "exponential", "cosine"] = setting(
         "constant",
         "learning rate over rounds: constant, exponential (lr * lr-decay^(round-1)) or cosine (to 0 over all rounds)",
-        choices=("constant", "exponential", "cosine"),
     )
-    lr_decay: float = setting(0.99, "factor a round of the exponential schedule", above=0, maximum=1)
+    lr_decay: float = setting(0.99, "factor a round of the exponential schedule", gt=0, le=1)
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
-    compute_threads: int = setting(1, "threads of torch and BLAS in every handler", minimum=1)
-    partition: str = setting(
-        AUTO,
-        "how the training data is split: dirichlet, iid, classes (k a client) or column",
-        choices=("dirichlet", "iid", "classes", "column"),
+    compute_threads: int = setting(1, "threads of torch and BLAS in every handler", ge=1)
+    partition: Literal["dirichlet", "iid", "classes", "column"] = setting(
+        "dirichlet", "how the training data is split: dirichlet, iid, classes (k a client) or column", tuned=True
     )
-    alpha: float = setting(0.1, "concentration of the Dirichlet split", above=0)
-    classes_per_client: int = setting(2, "classes a client for partition = classes", minimum=1)
-    partition_column: str = setting(AUTO, "column whose values are the clients, for partition = column")
-    partition_min_size: int = setting(1, "least examples a client of the Dirichlet split", minimum=1)
+    alpha: float = setting(0.1, "concentration of the Dirichlet split", gt=0)
+    classes_per_client: int = setting(2, "classes a client for partition = classes", ge=1)
+    partition_column: str = setting("", "column whose values are the clients, for partition = column", tuned=True)
+    partition_min_size: int = setting(1, "least examples a client of the Dirichlet split", ge=1)
     validation_fraction: float = setting(
-        AUTO, "share of the training data kept on the server for validation", minimum=0, maximum=0.9
+        0.0, "share of the training data kept on the server for validation", ge=0, le=0.9, tuned=True
     )
     client_validation_fraction: float = setting(
-        AUTO, "share of a client's data kept for validation on the client", minimum=0, maximum=0.9
+        0.0, "share of a client's data kept for validation on the client", ge=0, le=0.9, tuned=True
     )
     client_test_fraction: float = setting(
-        AUTO, "share of a client's data kept for testing on the client", minimum=0, maximum=0.9
+        0.0, "share of a client's data kept for testing on the client", ge=0, le=0.9, tuned=True
     )
     evaluate_every: int = setting(
-        1,
-        "rounds between evaluations on the server (the last round is always evaluated); 0 = never",
-        minimum=0,
+        1, "rounds between evaluations on the server (the last round is always evaluated); 0 = never", ge=0
     )
-    client_evaluation: str = setting(
-        AUTO,
+    client_evaluation: Literal["none", "last", "every"] = setting(
+        "none",
         "when clients evaluate the global model, and their personal one if they have it: none, last or every round",
-        choices=("none", "last", "every"),
+        tuned=True,
     )
     data_dir: str = setting("", "folder with data files; empty = the environment variable FEDAPPS_DATA")
-    min_replies: int = setting(1, "replies a round needs (quorum), else it changes nothing", minimum=1)
-    on_failure: str = setting(
-        "tolerate",
-        "tolerate goes on with the other clients, fail-fast ends the run",
-        choices=("tolerate", "fail-fast"),
-    )
-    round_timeout: float = setting(3600.0, "seconds that a round waits for replies", above=0)
-    node_wait: float = setting(120.0, "seconds to wait at the start for all clients to connect", minimum=0)
-    max_consecutive_failed_rounds: int = setting(3, "rounds below the quorum in a row that end the run", minimum=1)
-    fold_buffer_mb: float = setting(
-        256.0,
-        "MB of replies ahead of their turn kept in memory; more waits in a scratch file",
-        minimum=0,
-    )
-    max_message_mb: float = setting(2000.0, "largest message to send, MB of payload", above=0)
     task_options: str = setting("", "options of the task, as TOML text")
     method_options: str = setting("", "options of a method of your own, as TOML text")
     run_dir: str = setting("", "absolute path of the run folder; empty = a new one in FEDAPPS_RUNS")
     resume: bool = setting(False, "go on from the checkpoint in run-dir")
-    own: Any = None
+    own: Any = Field(None, exclude=True)
     """The settings of the method: an instance of the class that its registry row names, or None.
 
     Such a class may have a method ``check_with(settings)``, for what its keys and the shared ones must fulfil together.
     """
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
         check_with = getattr(self.own, "check_with", None)
         if check_with is not None:
             check_with(self)
-
-    weight = RoundSettings.weight
+        return self
 
     @property
     def exports(self) -> bool:
@@ -191,102 +240,123 @@ class Settings:
         return self.client_evaluation == "every" or (last and (self.client_evaluation == "last" or self.exports))
 
 
+def key_of(name: str) -> str:
+    """Give the key of a field: kebab-case; a word of Python such as ``lambda`` has an underscore at its field's end."""
+    return name.rstrip("_").replace("_", "-")
+
+
 @functools.cache  # every message of a run resolves its settings
-def keys_of(cls: type, group: str = "") -> dict[str, Key]:
+def keys_of(cls: type[SettingsModel], prefix: str = "") -> dict[str, FieldInfo]:
     """List the keys that a settings class declares.
 
     Args:
-        cls: A settings class.
-        group: Prefix of its keys, or ``""``.
+        cls: The class.
+        prefix: What to put before each key, such as ``fedpm.``.
 
     Returns:
-        Field name -> key, in the order of declaration.
+        Key -> field, in the order of declaration.
     """
-    hints = get_type_hints(cls)
-    prefix = f"{group}." if group else ""
-    return {
-        f.name: Key(
-            # A field whose key is a word of Python, such as `lambda`, has an underscore at its end.
-            name=prefix + f.name.rstrip("_").replace("_", "-"),
-            kind=hints[f.name],
-            **f.metadata,
-        )
-        for f in dataclasses.fields(cls)
-        if "about" in f.metadata
+    return {prefix + key_of(name): field for name, field in cls.model_fields.items() if not field.exclude}
+
+
+def all_keys(groups: Mapping[str, type[SettingsModel]]) -> dict[str, FieldInfo]:
+    """List the keys of a run config: the shared ones, then those of each method.
+
+    Args:
+        groups: Group -> settings class of every built-in method.
+
+    Returns:
+        Key -> field.
+    """
+    return keys_of(Settings) | {
+        key: field for name, cls in groups.items() for key, field in keys_of(cls, f"{name}.").items()
     }
 
 
-def check_value(key: Key, value: object) -> Scalar:
-    """Check a value against its key.
-
-    An integer is accepted where a float is expected, and a float with an integral value where an integer is.
-
-    Args:
-        key: The key.
-        value: What came.
-
-    Returns:
-        The value in the type of the key.
-
-    Raises:
-        SettingsError: Wrong type, not finite, outside the range or not among the choices.
-    """
-    where = f"setting '{key.name}'"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key.kind is float and number:
-        value = float(cast(float, value))
-    elif key.kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, key.kind) or (key.kind is int and isinstance(value, bool)):
-        hint = " or 'auto'" if key.default == AUTO else ""
-        raise SettingsError(
-            where,
-            expected=f"a value of type {key.kind.__name__}{hint}",
-            got=f"{value!r} ({type(value).__name__})",
-            do=f"give for example {key.name}={_example(key)}",
-        )
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        _check_range(key, value, where)
-    if key.choices and value not in key.choices:
-        raise SettingsError(
-            where,
-            expected="one of " + ", ".join(key.choices),
-            got=repr(value),
-            do=did_you_mean(str(value), key.choices),
-        )
-    return cast(Scalar, value)
+def is_tuned(field: FieldInfo) -> bool:
+    """Tell whether the registry has a value of this field for each method and task."""
+    return isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("tuned") is True
 
 
-def _check_range(key: Key, value: float, where: str) -> None:
-    bounds = []
-    if key.above is not None:
-        bounds.append(f"> {key.above:g}")
-    if key.minimum is not None:
-        bounds.append(f">= {key.minimum:g}")
-    if key.maximum is not None:
-        bounds.append(f"<= {int(key.maximum) if key.kind is int else key.maximum}")
-    inside = (
-        math.isfinite(value)
-        and (key.above is None or value > key.above)
-        and (key.minimum is None or value >= key.minimum)
-        and (key.maximum is None or value <= key.maximum)
-    )
-    if not inside:
-        raise SettingsError(where, expected="a finite number " + " and ".join(bounds), got=repr(value))
+def default_of(field: FieldInfo) -> Scalar:
+    """Give the value of a field in the default run config, ``"auto"`` if it is tuned."""
+    default: Scalar = AUTO if is_tuned(field) else field.default
+    return default.value if isinstance(default, Enum) else default
 
 
-def _example(key: Key) -> str:
-    if key.default not in (AUTO, ""):
-        return str(key.default).lower() if key.kind is bool else str(key.default)
-    return {int: "1", float: "0.1", bool: "true", str: "text"}[key.kind]
+def kind_of(field: FieldInfo) -> type:
+    """Give the type of a field in a run config: bool, int, float or str."""
+    kind = field.annotation
+    return str if choices_of(field) else kind if isinstance(kind, type) else object
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """Give the strings that a field may be; empty if it may be any, or is none."""
+    kind = field.annotation
+    if isinstance(kind, EnumType):
+        return tuple(member.value for member in kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def bounds_of(field: FieldInfo) -> list[str]:
+    """Give the bounds of a number, such as ``["> 0", "<= 1"]``."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    return [
+        f"{sign} {getattr(bound, name)}"
+        for name, sign in signs.items()
+        for bound in field.metadata
+        if hasattr(bound, name)
+    ]
+
+
+def _unknown(cls: type[SettingsModel], where: str, name: str, known: Collection[str]) -> FedAppsError:
+    expected = "one of " + ", ".join(known) if known else "nothing, since no key is declared"
+    return cls.ERROR(where, expected=expected, got="an unknown key", do=did_you_mean(name, known, "remove it"))
+
+
+def _first_fault(cls: type[SettingsModel], error: ValidationError, place: str, prefix: str) -> FedAppsError:
+    """Say what pydantic found, in the project's form."""
+    fault = error.errors(include_url=False)[0]
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, FedAppsError):
+        return cause
+    if not fault["loc"]:
+        return cls.ERROR(f"{cls.__name__}: {cause}")
+    name, value = str(fault["loc"][0]), fault["input"]
+    key = prefix + key_of(name) if place else name
+    where = f"{place or 'setting'} '{key}'"
+    field = cls.model_fields.get(name)
+    if field is None:
+        return _unknown(cls, where, name, cls.model_fields)
+    got, do, choices = repr(value), "", choices_of(field)
+    if cause is not None:
+        expected, do = (*map(str, cause.args), "", "")[:2]
+    elif choices and isinstance(value, str):
+        expected, do = "one of " + ", ".join(choices), did_you_mean(value, choices)
+    elif fault["type"].startswith(("finite", "greater", "less")):
+        expected = "a finite number " + " and ".join(bounds_of(field))
+    elif fault["type"].endswith(("_type", "literal_error", "is_instance_of")):
+        expected = f"a value of type {kind_of(field).__name__}" + (" or 'auto'" if place and is_tuned(field) else "")
+        kind = "float written with an exponent" if isinstance(value, WithExponent) else type(value).__name__
+        got, do = f"{value!r} ({kind})", f"write for example {key} = {_example(field)} ({field.description})"
+    elif fault["type"] == "missing":
+        expected, got = f"a value of type {kind_of(field).__name__}", f"none; it is the {field.description}"
+    else:
+        expected = fault["msg"]
+    return cls.ERROR(where, expected=expected.strip(), got=got, do=do)
+
+
+def _example(field: FieldInfo) -> str:
+    value = {int: 1, float: 0.1, bool: True, str: "text"}.get(kind_of(field)) if field.is_required() else field.default
+    return json.dumps(value, default=str)
 
 
 def parse(
     run_config: Mapping[str, Any],
     *,
-    groups: Mapping[str, type],
+    groups: Mapping[str, type[SettingsModel]],
     group: str,
-    own_class: type | None,
+    own_class: type[SettingsModel] | None,
     tuned: Mapping[str, Scalar],
 ) -> Settings:
     """Turn a run config into checked settings.
@@ -296,7 +366,7 @@ def parse(
         groups: Group -> settings class of every built-in method.
         group: The group of the method of this run; ``""`` if it has none.
         own_class: Settings class of the method; None if it has none.
-        tuned: Values for the keys that are ``"auto"``.
+        tuned: Key without group -> value, for the keys that are ``"auto"``.
 
     Returns:
         The settings; nothing in them is ``"auto"`` any more.
@@ -305,67 +375,53 @@ def parse(
         SettingsError: An unknown key (with the nearest known one), a wrong type, a value out of range, or a key of
             another method that differs from its default.
     """
-    shared = keys_of(Settings)
-    owned = keys_of(own_class, group) if own_class and group else {}
-    foreign = {key.name: key for name, cls in groups.items() if name != group for key in keys_of(cls, name).values()}
-    known = {key.name for key in (*shared.values(), *owned.values())} | set(foreign)
-    _refuse_unknown(run_config, known)
-    _refuse_foreign(run_config, foreign, str(run_config.get("method", "")))
-
-    def read(keys: Mapping[str, Key], config: Mapping[str, Any]) -> dict[str, Any]:
-        values = {}
-        for name, key in keys.items():
-            value = config.get(key.name, key.default)
-            if value == AUTO and key.default == AUTO and key.name in tuned:
-                value = tuned[key.name]
-            values[name] = check_value(key, value)
-        return values
-
-    values = read(shared, run_config)
-    from_options = own_class is not None and not group
-    if values["method_options"] and not from_options:
+    prefix = f"{group}." if own_class and group else ""
+    shared, owned = keys_of(Settings), keys_of(own_class, prefix) if own_class and prefix else {}
+    known = all_keys(groups) | owned
+    for key, value in run_config.items():
+        if key not in known:
+            do = did_you_mean(key, known, "see the settings table in the docs")
+            raise SettingsError(f"setting '{key}'", expected="a known key", got="an unknown one", do=do)
+        default = default_of(known[key])
+        if key not in shared and key not in owned and value != default:
+            raise SettingsError(
+                f"setting '{key}'",
+                expected=f"its default {default!r}, since it does not belong to method '{run_config.get('method', '')}'",
+                got=repr(value),
+                do=f"remove it or choose --method {key.split('.')[0]}",
+            )
+    options = run_config.get("method-options", "")
+    if options and (own_class is None or prefix):
         raise SettingsError(
             "setting 'method-options'",
             expected="'' for a method without options of its own",
-            got=repr(values["method_options"]),
+            got=repr(options),
             do="remove it",
         )
     own = None
     if own_class is not None:
-        own = own_class(
-            **(_read_options(own_class, values["method_options"]) if from_options else read(owned, run_config))
-        )
-    return Settings(**values, own=own)
+        mine = {key.removeprefix(prefix): run_config[key] for key in owned if key in run_config}
+        mine = mine if prefix else parse_toml_options("method-options", str(options))
+        own = own_class.from_keys(mine, "setting", prefix, tuned)
+    return Settings.from_keys(
+        {key: run_config[key] for key in shared if key in run_config}, "setting", "", tuned, own=own
+    )
 
 
-def _refuse_unknown(run_config: Mapping[str, Any], known: set[str]) -> None:
-    for name in run_config:
-        if name not in known:
-            raise SettingsError(
-                f"setting '{name}'",
-                expected="a known key",
-                got="an unknown one",
-                do=did_you_mean(name, known, "see the settings table in the docs"),
-            )
+class WithExponent(float):
+    """A number that its text wrote with an exponent, such as ``1e3``: never an integer."""
 
 
-def _refuse_foreign(run_config: Mapping[str, Any], foreign: Mapping[str, Key], method: str) -> None:
-    for name, key in foreign.items():
-        if name in run_config and run_config[name] != key.default:
-            raise SettingsError(
-                f"setting '{name}'",
-                expected=f"its default {key.default!r}, since it does not belong to method '{method}'",
-                got=repr(run_config[name]),
-                do=f"remove it or choose --method {name.split('.')[0]}",
-            )
+def toml_float(text: str) -> float:
+    """Read a number that is not written as an integer: the ``parse_float`` of every TOML text that holds settings.
 
+    Args:
+        text: The number.
 
-def _read_options(own_class: type, text: str) -> dict[str, Any]:
-    keys = keys_of(own_class)
-    by_name = {key.name: (name, key) for name, key in keys.items()}
-    options = parse_toml_options("method-options", text)
-    _refuse_unknown(options, set(by_name))
-    return {name: check_value(key, options.get(key.name, key.default)) for name, key in keys.items()}
+    Returns:
+        Its value, which remembers whether there was an exponent.
+    """
+    return WithExponent(text) if "e" in text.lower() else float(text)
 
 
 def parse_toml_options(setting_name: str, text: str) -> dict[str, Any]:
@@ -382,7 +438,7 @@ def parse_toml_options(setting_name: str, text: str) -> dict[str, Any]:
         SettingsError: The text is not TOML.
     """
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text, parse_float=toml_float)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(
             f"setting '{setting_name}'",
@@ -402,14 +458,13 @@ def flatten(settings: Settings, group: str) -> dict[str, Scalar]:
     Returns:
         Kebab-case key -> value; `parse` gives the same settings back.
     """
-    flat = {key.name: getattr(settings, name) for name, key in keys_of(Settings).items()}
+    flat = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
     if group:
-        own: type = type(settings.own)
-        flat |= {key.name: getattr(settings.own, name) for name, key in keys_of(own, group).items()}
+        flat |= {f"{group}.{key_of(name)}": value for name, value in settings.own.model_dump(mode="json").items()}
     return flat
 
 
-def default_config(groups: Mapping[str, type]) -> dict[str, Scalar]:
+def default_config(groups: Mapping[str, type[SettingsModel]]) -> dict[str, Scalar]:
     """List every key with its default, as the run config of `pyproject.toml` holds it.
 
     Args:
@@ -418,9 +473,7 @@ def default_config(groups: Mapping[str, type]) -> dict[str, Scalar]:
     Returns:
         Kebab-case key -> default.
     """
-    keys = [*keys_of(Settings).values()]
-    keys += [key for group, cls in groups.items() for key in keys_of(cls, group).values()]
-    return {key.name: key.default for key in keys}
+    return {key: default_of(field) for key, field in all_keys(groups).items()}
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:

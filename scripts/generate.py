@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedapps.methods import METHODS, method_groups
 from fedapps.results.settings_file import to_toml
-from fedapps.settings import Settings, default_config, keys_of
+from fedapps.settings import all_keys, bounds_of, choices_of, default_config, default_of, kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,16 +47,13 @@ def run_config() -> str:
 def settings_table() -> str:
     """The settings as a Markdown table."""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    keys = [*keys_of(Settings).values()]
-    keys += [key for group, cls in method_groups().items() for key in keys_of(cls, group).values()]
-    for key in keys:
-        limits = [f"> {key.above:g}"] if key.above is not None else []
-        limits += [f">= {key.minimum:g}"] if key.minimum is not None else []
-        limits += [f"<= {int(key.maximum) if key.kind is int else key.maximum}"] if key.maximum is not None else []
-        choices = [" \\| ".join(f"`{choice}`" for choice in key.choices)] if key.choices else []
-        note = f" ({'; '.join([*limits, *choices])})" if limits or choices else ""
-        default = f"`{str(key.default).lower() if key.kind is bool else key.default}`" if key.default != "" else "empty"
-        rows.append(f"| `{key.name}` | {key.kind.__name__} | {default} | {key.about}{note} |")
+    for key, field in all_keys(method_groups()).items():
+        default, kind = default_of(field), kind_of(field)
+        choices = " \\| ".join(f"`{choice}`" for choice in choices_of(field))
+        limits = "; ".join([*bounds_of(field), *([choices] if choices else [])])
+        note = f" ({limits})" if limits else ""
+        shown = f"`{str(default).lower() if kind is bool else default}`" if default != "" else "empty"
+        rows.append(f"| `{key}` | {kind.__name__} | {shown} | {field.description}{note} |")
     return "\n".join(rows)
 
 

@@ -16,9 +16,9 @@ from fedapps.client_apps.personal_models import Kept, PersonalModel, load_person
 from fedapps.client_apps.work import ClientWork
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, fit_metrics
 from fedapps.messages.schema import METRICS, STORE_LOST, Arrays
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.fedclup import Stale, send
 from fedapps.personalization.parts import personal_names
+from fedapps.personalization.proximal import pulled_step
 
 
 def train(work: ClientWork) -> RecordDict:

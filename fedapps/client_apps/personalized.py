@@ -13,9 +13,8 @@ from fedapps.client_apps.personal_models import Kept, PersonalModel, load_person
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import TaskError
 from fedapps.messages.schema import METRICS, STEP_LIMIT, STORE_LOST
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig
-from fedapps.personalization.proximal import safe_step, unstable_step
+from fedapps.personalization.proximal import pulled_step, safe_step, unstable_step
 
 
 def train_pfedme(work: ClientWork) -> RecordDict:

@@ -24,6 +24,7 @@ import torch
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import FedAppsError
 from fedapps.messages.scalars import JOURNAL, JournalPart
+from fedapps.methods.zeroth_order import scheme_of
 from fedapps.results.storage import write_atomically
 from fedapps.zeroth_order.errors import AstrayError, JournalError, ReplicaError
 from fedapps.zeroth_order.journal import BaseModel, Header, Journal
@@ -33,7 +34,6 @@ from fedapps.zeroth_order.replica import Replica
 from fedapps.zeroth_order.scheme import Record, Scheme
 from fedapps.zeroth_order.store import NO_STATE, OTHER_RUN, Store
 from fedapps.zeroth_order.tensors import like
-from fedapps.zeroth_order_settings import scheme_of
 
 if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask

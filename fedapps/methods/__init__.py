@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedapps import settings as settings_module
 from fedapps.errors import SettingsError, did_you_mean
 from fedapps.methods import first_order, personalised, second_order, zeroth_order
 from fedapps.methods.row import Method, load_object
-from fedapps.settings import Scalar, Settings
+from fedapps.settings import Scalar, Settings, SettingsModel, default_of, keys_of, parse
 from fedapps.tasks import task_group
 from fedapps.tasks import task_kind as kind_of
 
@@ -81,7 +80,7 @@ def get_method(name: str) -> Method:
     return rows[name]
 
 
-def method_groups() -> dict[str, type]:
+def method_groups() -> dict[str, type[SettingsModel]]:
     """Map each group of method keys to its settings class."""
     return {row.group: row.own_settings for row in METHODS if row.group and row.own_settings}
 
@@ -99,9 +98,7 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
     Raises:
         SettingsError: As `fedapps.settings.parse`.
     """
-    defaults = settings_module.default_config({})
-    method = get_method(_text(run_config, "method", defaults))
-    task = _text(run_config, "task", defaults)
+    method, task = get_method(_text(run_config, "method")), _text(run_config, "task")
     if task_kind is None:
         task_kind = kind_of(task)
     if task_kind not in method.task_kinds:
@@ -114,22 +111,11 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
     tuned: dict[str, Scalar] = {}
     for name in (task_kind, task_group(task), task):
         tuned |= {**TUNED.get(name, {}), **method.tuned.get(name, {})}
-    own = (
-        set()
-        if method.own_settings is None
-        else {key.name for key in settings_module.keys_of(method.own_settings).values()}
-    )
-    return settings_module.parse(
-        run_config,
-        groups=method_groups(),
-        group=method.group,
-        own_class=method.own_settings,
-        tuned={f"{method.group}.{k}" if method.group and k in own else k: v for k, v in tuned.items()},
-    )
+    return parse(run_config, groups=method_groups(), group=method.group, own_class=method.own_settings, tuned=tuned)
 
 
-def _text(run_config: Mapping[str, Any], key: str, defaults: Mapping[str, Scalar]) -> str:
-    value = run_config.get(key, defaults[key])
+def _text(run_config: Mapping[str, Any], key: str) -> str:
+    value = run_config.get(key, default_of(keys_of(Settings)[key]))
     if not isinstance(value, str):
         raise SettingsError(f"setting '{key}'", expected="a name", got=repr(value), do="give it as a string")
     return value

@@ -1,14 +1,44 @@
-"""Rows of the first-order methods: Flower's own strategies with our client side."""
+"""The first-order methods, Flower's own strategies with our client side: their settings and their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from fedapps.first_order_settings import FedAdagradSettings, FedAvgMSettings, FedOptSettings, FedProxSettings
 from fedapps.methods.row import Method
-from fedapps.settings import Scalar
+from fedapps.settings import Scalar, SettingsModel, setting
 
-_FIRST_ORDER_TUNED: Mapping[str, Mapping[str, Scalar]] = {
+
+class FedAvgMSettings(SettingsModel):
+    """Settings of FedAvgM."""
+
+    server_lr: float = setting(1.0, "server learning rate eta_s", gt=0, tuned=True)
+    momentum: float = setting(0.9, "momentum beta, sum form", ge=0, le=0.999, tuned=True)
+    """Share of the old momentum that is kept; in sum form a constant difference grows by ``1/(1 - momentum)``."""
+
+
+class FedProxSettings(SettingsModel):
+    """Settings of FedProx."""
+
+    mu: float = setting(0.01, "weight of the proximal term mu/2 |w - received|^2", ge=0, tuned=True)
+    """0 is FedAvg."""
+
+
+class FedAdagradSettings(SettingsModel):
+    """Settings of FedAdagrad."""
+
+    server_lr: float = setting(0.1, "server learning rate eta_s", gt=0, tuned=True)
+    tau: float = setting(1e-3, "added to the root of the second moment; larger is less adaptive", gt=0, tuned=True)
+
+
+class FedOptSettings(FedAdagradSettings):
+    """Settings of FedAdam and FedYogi."""
+
+    beta_1: float = setting(0.9, "weight of the past in the first moment", ge=0, le=0.999)
+    beta_2: float = setting(0.99, "weight of the past in the second moment", ge=0, le=0.9999)
+
+
+_TUNED: Mapping[str, Mapping[str, Scalar]] = {
     "convex": {"lr": 1.0},
     "torch": {"lr": 0.3},
     "language": {"lr": 1e-3},
@@ -16,38 +46,31 @@ _FIRST_ORDER_TUNED: Mapping[str, Mapping[str, Scalar]] = {
     "cifar10": {"lr": 0.1},
     "cifar100": {"lr": 0.1},
 }
-_ADAPTIVE_TUNED: Mapping[str, Mapping[str, Scalar]] = {
-    "convex": {"lr": 1.0, "server-lr": 0.1, "tau": 1e-3},
-    "torch": {"lr": 0.1, "server-lr": 0.03, "tau": 1e-3},
-    "language": {"lr": 1e-3, "server-lr": 1e-4, "tau": 1e-3},
-    "digits": {"lr": 0.3},
-}
+
+_method = partial(
+    Method,
+    family="first order",
+    mixing="simple mean of theta_i (Flower's own strategy)",
+    travels_down="model",
+    travels_up="model",
+    client_state="none",
+    client="fedapps.client_apps.first_order:train",
+    tuned=_TUNED,
+)
 
 METHODS: tuple[Method, ...] = (
-    Method(
+    _method(
         name="fedavg",
         title="FedAvg",
-        family="first order",
-        mixing="simple mean of theta_i (Flower's own strategy)",
-        travels_down="model",
-        travels_up="model",
-        client_state="none",
         paper="McMahan et al., AISTATS 2017, arXiv 1602.05629",
         strategy="fedapps.strategies.fedavg:FedAvg",
-        client="fedapps.client_apps.first_order:train",
-        tuned=_FIRST_ORDER_TUNED,
     ),
-    Method(
+    _method(
         name="fedavgm",
         title="FedAvgM",
-        family="first order",
         mixing="mean of theta_i, then a step with momentum (Flower's own strategy)",
-        travels_down="model",
-        travels_up="model",
-        client_state="none",
         paper="Hsu, Qi & Brown 2019, arXiv 1909.06335",
         strategy="fedapps.strategies.fedavgm:FedAvgM",
-        client="fedapps.client_apps.first_order:train",
         group="fedavgm",
         own_settings=FedAvgMSettings,
         tuned={
@@ -57,36 +80,31 @@ METHODS: tuple[Method, ...] = (
             "digits": {"lr": 0.2},
         },
     ),
-    Method(
+    _method(
         name="fedprox",
         title="FedProx",
-        family="first order",
-        mixing="simple mean of theta_i (Flower's own strategy)",
-        travels_down="model",
-        travels_up="model",
-        client_state="none",
         paper="Li et al., MLSys 2020, arXiv 1812.06127",
         strategy="fedapps.strategies.fedprox:FedProx",
         client="fedapps.client_apps.first_order:train_fedprox",
         group="fedprox",
         own_settings=FedProxSettings,
-        tuned={task: {**values, "mu": 0.01} for task, values in _FIRST_ORDER_TUNED.items()},
+        tuned={task: {**values, "mu": 0.01} for task, values in _TUNED.items()},
     ),
     *(
-        Method(
+        _method(
             name=title.lower(),
             title=title,
-            family="first order",
             mixing=f"mean of theta_i, then an adaptive step ({step}; Flower's own strategy)",
-            travels_down="model",
-            travels_up="model",
-            client_state="none",
             paper="Reddi et al., ICLR 2021, arXiv 2003.00295",
             strategy=f"fedapps.strategies.fedopt:{title}",
-            client="fedapps.client_apps.first_order:train",
             group=title.lower(),
             own_settings=own,
-            tuned=_ADAPTIVE_TUNED,
+            tuned={
+                "convex": {"lr": 1.0, "server-lr": 0.1, "tau": 1e-3},
+                "torch": {"lr": 0.1, "server-lr": 0.03, "tau": 1e-3},
+                "language": {"lr": 1e-3, "server-lr": 1e-4, "tau": 1e-3},
+                "digits": {"lr": 0.3},
+            },
         )
         for title, step, own in (
             ("FedAdam", "Adam", FedOptSettings),

@@ -1,82 +1,172 @@
-"""Rows of the personalised methods and of the baselines that they are measured against."""
+"""The personalised methods and the baselines that they are measured against: their settings and their rows.
+
+``lambda`` is a word of Python, so its field is ``lambda_``; the key is ``fedclup.lambda``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import model_validator
 
 from fedapps.methods.row import Method
-from fedapps.personal_settings import DittoSettings, FedClupSettings, LocalTrainSettings, PFedMeSettings
-from fedapps.settings import Scalar
+from fedapps.personalization.choose_lambda import ChoiceConfig, Rule
+from fedapps.personalization.fedclup import FedClupConfig, Stale, default_gamma
+from fedapps.settings import Scalar, SettingsModel, setting
 
-_PERSONAL: Mapping[str, Scalar] = {"client-evaluation": "every", "client-test-fraction": 0.2}
+_EXPORT = "whether each client writes its personal model, with a manifest, beside its state after the last round"
 
 
-def _personal_tuned(
-    convex: Mapping[str, Scalar], torch: Mapping[str, Scalar], **tasks: Mapping[str, Scalar]
-) -> Mapping[str, Mapping[str, Scalar]]:
+class LocalTrainSettings(SettingsModel):
+    """Settings of LocalTrain."""
+
+    export: bool = setting(False, _EXPORT)
+
+
+class PulledSettings(SettingsModel):
+    """What methods with a pull between personal and global models share; all of Ditto's settings."""
+
+    lambda_: float = setting(
+        0.1, "pull between personal and global model, in units of the loss's curvature", gt=0, tuned=True
+    )
+    personal_lr: float = setting(0.0, "step of the personal model; 0 = 1/(1/lr + lambda), stable if lr is", ge=0)
+    """See `fedapps.personalization.proximal.pulled_step`."""
+
+    export: bool = setting(False, _EXPORT)
+
+
+class PFedMeSettings(PulledSettings):
+    """Settings of pFedMe."""
+
+    eta: float = setting(1.0, "step of the local copy towards the personal model; at most 1/lambda", gt=0, tuned=True)
+    beta: float = setting(1.0, "server's mixing rate; 1 = plain mean, above 1 extrapolates", gt=0)
+    inner_steps: int = setting(5, "inner steps K on each batch", ge=1)
+
+
+class FedClupSettings(PulledSettings):
+    """Settings of FedCLUP."""
+
+    gamma: float = setting(0.0, "server step; 0 = by gamma-rule", ge=0)
+    gamma_rule: Literal["theory", "average"] = setting(
+        "theory",
+        "theory: (|S|/N)(1/lambda + 1/L), for stale = replies with all of N and for reuse-models 1/lambda;"
+        " average: 1/lambda, plain averaging, which needs no L",
+    )
+    stale: Stale = setting(
+        Stale.REUSE, "what stands for clients that did not reply: their last difference, their last model, or nothing"
+    )
+    personal: str = setting("", "personal parameters: names, modules or patterns, with commas; empty = all")
+    adaptive: bool = setting(False, "choose lambda from a first round of local fits")
+    lambda_min: float = setting(1e-3, "least lambda of the choice; also that of the local fits", gt=0)
+    lambda_max: float = setting(1e3, "greatest lambda of the choice", gt=0)
+    c: float = setting(1.0, "factor of the choice; 1 is the theory's", gt=0)
+    rule: Rule = setting(Rule.BALANCE, "balance: c s2 d/(n R^2); two-cases: a bound, by whether R exceeds 1/sqrt(n)")
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of ``personal``, one by one."""
+        return [part.strip() for part in self.personal.split(",") if part.strip()]
+
+    @property
+    def choice(self) -> ChoiceConfig | None:
+        """How ``lambda`` is chosen from local fits; None where it is fixed."""
+        return ChoiceConfig(self.lambda_min, self.lambda_max, self.c, self.rule) if self.adaptive else None
+
+    @property
+    def gamma_needs_curvature(self) -> bool:
+        """Whether the server step follows from ``L``."""
+        return not self.gamma and self.gamma_rule == "theory" and self.stale is not Stale.REUSE_MODELS
+
+    def gamma_of(self, lam: float, L: float, num_sampled: int, num_clients: int) -> float:
+        """Give the server step in force.
+
+        Args:
+            lam: ``lambda`` in force.
+            L: Greatest curvature over the clients; 0 if it is not known, or the loss has none.
+            num_sampled: ``|S|``, clients in the round.
+            num_clients: ``N``.
+
+        Returns:
+            The step.
+        """
+        if self.gamma:
+            return self.gamma
+        if not self.gamma_needs_curvature:
+            return 1 / lam
+        # Of a loss without curvature only the pull is known.
+        return default_gamma(lam, L or np.inf, num_clients if self.stale is Stale.REPLIES else num_sampled, num_clients)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.gamma:
+            FedClupConfig(self.lambda_, self.gamma, self.stale)
+        return self
+
+
+def _tuned(convex: Mapping[str, Scalar], torch: Mapping[str, Scalar]) -> Mapping[str, Mapping[str, Scalar]]:
     """Complete the tuned values of a personalised method: clients hold out data for their own models."""
-    held = {"validation-fraction": 0.0, "client-validation-fraction": 0.1}
+    personal: Mapping[str, Scalar] = {"client-evaluation": "every", "client-test-fraction": 0.2}
+    held: Mapping[str, Scalar] = {"validation-fraction": 0.0, "client-validation-fraction": 0.1}
     return {
-        "convex": {**_PERSONAL, "local-epochs": 10, **convex},
-        "torch": {**_PERSONAL, **held, **torch},
+        "convex": {**personal, "local-epochs": 10, "lr": 0.4, **convex},
+        "torch": {**personal, **held, "lr": 0.3, **torch},
         "language": {**held, "lr": 1e-3},
-        **tasks,
     }
 
 
+_method = partial(
+    Method,
+    family="personalised",
+    travels_down="model",
+    evaluate="fedapps.client_apps.personal_models:evaluate",
+)
+
 METHODS: tuple[Method, ...] = (
-    Method(
+    _method(
         name="fedclup",
         title="FedCLUP",
-        family="personalised",
         mixing="w - gamma lambda sum p_i (w - w_i), over the last known differences of all clients",
-        travels_down="model",
         travels_up="change of w - w_i since the last folded reply",
         client_state="personal model w_i, last folded w - w_i",
         paper="Yu et al., ICML 2025, arXiv 2410.08934",
         strategy="fedapps.strategies.fedclup:FedCLUP",
         client="fedapps.client_apps.fedclup:train",
-        evaluate="fedapps.client_apps.personal_models:evaluate",
         group="fedclup",
         own_settings=FedClupSettings,
-        tuned=_personal_tuned({"lr": 0.4, "lambda": 0.3}, {"lr": 0.3, "lambda": 0.05}),
+        tuned=_tuned({"lambda": 0.3}, {"lambda": 0.05}),
     ),
-    Method(
+    _method(
         name="pfedme",
         title="pFedMe",
-        family="personalised",
         mixing="(1 - beta) w + beta mean of w_i",
-        travels_down="model",
         travels_up="w_i, the client's copy of the model",
         client_state="personal model theta_i",
         paper="Dinh et al., NeurIPS 2020, arXiv 2006.08848",
         strategy="fedapps.strategies.pfedme:PFedMe",
         client="fedapps.client_apps.personalized:train_pfedme",
-        evaluate="fedapps.client_apps.personal_models:evaluate",
         group="pfedme",
         own_settings=PFedMeSettings,
-        tuned=_personal_tuned({"lr": 0.4, "lambda": 0.3, "eta": 1.0}, {"lr": 0.3, "lambda": 0.3, "eta": 1.0}),
+        tuned=_tuned({"lambda": 0.3, "eta": 1.0}, {"lambda": 0.3, "eta": 1.0}),
     ),
-    Method(
+    _method(
         name="ditto",
         title="Ditto",
-        family="personalised",
         mixing="simple mean of w_i (FedAvg)",
-        travels_down="model",
         travels_up="w_i, the client's copy of the model",
         client_state="personal model v_i",
         paper="Li et al., ICML 2021, arXiv 2012.04221",
         strategy="fedapps.strategies.ditto:Ditto",
         client="fedapps.client_apps.personalized:train_ditto",
-        evaluate="fedapps.client_apps.personal_models:evaluate",
         group="ditto",
-        own_settings=DittoSettings,
-        tuned=_personal_tuned({"lr": 0.4, "lambda": 0.3}, {"lr": 0.3, "lambda": 0.1}),
+        own_settings=PulledSettings,
+        tuned=_tuned({"lambda": 0.3}, {"lambda": 0.1}),
     ),
-    Method(
+    _method(
         name="localtrain",
         title="LocalTrain",
-        family="personalised",
         mixing="none",
         travels_down="nothing",
         travels_up="metrics",
@@ -84,23 +174,20 @@ METHODS: tuple[Method, ...] = (
         paper="baseline: every client alone",
         strategy="fedapps.strategies.localtrain:LocalTrain",
         client="fedapps.client_apps.personalized:train_localtrain",
-        evaluate="fedapps.client_apps.personal_models:evaluate",
         group="localtrain",
         own_settings=LocalTrainSettings,
-        tuned=_personal_tuned({"lr": 0.4}, {"lr": 0.3}),
+        tuned=_tuned({}, {}),
     ),
-    Method(
+    _method(
         name="globaltrain",
         title="GlobalTrain",
-        family="personalised",
         mixing="simple mean of theta_i (FedAvg)",
-        travels_down="model",
         travels_up="model",
         client_state="none",
         paper="baseline: McMahan et al., AISTATS 2017, arXiv 1602.05629, measured on every client's own data",
-        strategy="fedapps.strategies.fedavg:FedAvg",
+        strategy="fedapps.strategies.ditto:Ditto",
         client="fedapps.client_apps.first_order:train",
         evaluate="fedapps.client_apps.personal_models:evaluate_global",
-        tuned=_personal_tuned({"lr": 0.4}, {"lr": 0.3}),
+        tuned=_tuned({}, {}),
     ),
 )

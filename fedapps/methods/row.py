@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedapps.errors import SettingsError
-from fedapps.settings import Scalar
+from fedapps.settings import Scalar, SettingsModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Method:
     evaluate: str = ""
     layout: str = ""
     group: str = ""
-    own_settings: type | None = None
+    own_settings: type[SettingsModel] | None = None
     task_kinds: tuple[str, ...] = ("torch", "convex")
     replicas: bool = False
     tuned: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)

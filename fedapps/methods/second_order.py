@@ -1,53 +1,128 @@
-"""Rows of the second-order methods."""
+"""The second-order methods: their settings and their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from functools import partial
+from typing import Literal
+
+from pydantic import field_validator
 
 from fedapps.methods.row import Method
-from fedapps.second_order_settings import FedPMSettings, LocalNewtonSettings
-from fedapps.settings import Scalar
+from fedapps.settings import SettingsModel, setting
 
-_SECOND_ORDER_TUNED: Mapping[str, Mapping[str, Scalar]] = {
-    "convex": {"lr": 1.0, "damping": 0.0},
-    "torch": {"lr": 0.1, "damping": 0.1},
-    # At 0.1 FedPM diverges after round 7 on the CIFAR-10 subset (10 clients, alpha 0.1).
-    "language": {"lr": 0.01},
-    "cifar10": {"lr": 0.03},
-    "cifar100": {"lr": 0.03},
-}
+
+class SecondOrderSettings(SettingsModel):
+    """Settings of the clients that take second-order steps.
+
+    All but ``damping`` are about FOOF blocks: the full Hessian of a convex model is exact and new in every step.
+    """
+
+    damping: float = setting(0.1, "added to the diagonal of each curvature block", ge=0, tuned=True)
+    """``P = A + damping I``; 0 is meant for convex models."""
+
+    estimate: Literal["average", "last-batch", "full-pass"] = setting(
+        "average",
+        "FOOF block from the last batch (the paper), an exponential average over the round's batches, or a pass over all "
+        "of the client's examples before the round",
+    )
+    decay: float = setting(0.9, "weight of the past in the exponential average, for each local step", ge=0, le=0.999)
+    refresh: int = setting(10, "local steps that use one FOOF block and its factorisation (paper: 1)", ge=1)
+    """Layers with fewer rows in a batch than their width have a new one at each of the round's first ``refresh`` steps."""
+
+    max_rows: int = setting(0, "rows of a batch that enter a FOOF block, a random sample; 0 = all", ge=0)
+    max_width: int = setting(
+        4096, "wider layers are cut into diagonal blocks of at most this width; 0 = none is cut", ge=0
+    )
+
+
+class LocalNewtonSettings(SecondOrderSettings):
+    """Settings of LocalNewton."""
+
+    line_search: str = setting(
+        "", 'candidate steps of a global line search along the mean, such as "1,0.5,0.25,0.125"; empty = none, step 1'
+    )
+
+    @field_validator("line_search")
+    @classmethod
+    def _steps_above_zero(cls, text: str) -> str:
+        try:
+            good = all(0 < step < math.inf for step in _numbers(text))
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError("numbers > 0, separated by commas", 'write it like "1,0.5,0.25,0.125", or leave it empty')
+        return text
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """The candidate steps."""
+        return _numbers(self.line_search)
+
+
+class FedPMSettings(SecondOrderSettings):
+    """Settings of FedPM."""
+
+    wire: Literal["float32", "bfloat16"] = setting("float32", "numbers in which P travels (float32 means as computed)")
+    factor_min_rows: int = setting(
+        0,
+        "a block from fewer rows than its width travels as its smaller triangular factor if it has at least this many rows "
+        "(2 or more); 0 = never",
+        ge=0,
+    )
+
+    @field_validator("factor_min_rows")
+    @classmethod
+    def _more_than_a_row(cls, rows: int) -> int:
+        if rows == 1:
+            raise ValueError(
+                "0 (off) or at least 2", "raise it: the factor of a single row is the row itself, up to sign"
+            )
+        return rows
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(",")) if text else ()
+
+
+_method = partial(
+    Method,
+    family="second order",
+    client_state="none",
+    layout="fedapps.client_apps.second_order:preconditioned_names",
+    tuned={
+        "convex": {"lr": 1.0, "damping": 0.0},
+        "torch": {"lr": 0.1, "damping": 0.1},
+        # At 0.1 FedPM diverges after round 7 on the CIFAR-10 subset (10 clients, alpha 0.1).
+        "language": {"lr": 0.01},
+        "cifar10": {"lr": 0.03},
+        "cifar100": {"lr": 0.03},
+    },
+)
 
 METHODS: tuple[Method, ...] = (
-    Method(
+    _method(
         name="fedpm",
         title="FedPM",
-        family="second order",
         mixing="preconditioned: (sum p_i P_i)^-1 sum p_i P_i theta_i",
         travels_down="model",
         travels_up="P_i (upper triangles) and P_i (theta_i - theta)",
-        client_state="none",
         paper="Federated Preconditioned Mixing, AAAI 2026, arXiv 2511.09100",
         strategy="fedapps.strategies.fedpm:FedPM",
         client="fedapps.client_apps.second_order:train_fedpm",
-        layout="fedapps.client_apps.second_order:preconditioned_names",
         group="fedpm",
         own_settings=FedPMSettings,
-        tuned=_SECOND_ORDER_TUNED,
     ),
-    Method(
+    _method(
         name="localnewton",
         title="LocalNewton",
-        family="second order",
         mixing="simple mean of theta_i; optional line search along it",
         travels_down="model (line search: it and the direction again)",
         travels_up="model (line search: losses)",
-        client_state="none",
         paper="Gupta et al. 2021, arXiv 2105.07320; line search: Bischoff et al., arXiv 2109.02388",
         strategy="fedapps.strategies.localnewton:LocalNewton",
         client="fedapps.client_apps.second_order:train_localnewton",
-        layout="fedapps.client_apps.second_order:preconditioned_names",
         group="localnewton",
         own_settings=LocalNewtonSettings,
-        tuned=_SECOND_ORDER_TUNED,
     ),
 )

@@ -106,6 +106,26 @@ def descend(objectives: Iterable[Objective], start: Vector, eta: float) -> Vecto
     return theta
 
 
+def pulled_step(lr: float, lambda_: float, personal_lr: float = 0.0) -> float:
+    r"""Give the step on a loss with a pull, :math:`\eta = 1/(1/\text{lr} + \lambda)`.
+
+    With ``lr = 1/L`` it is the theory's ``1/(L + lambda)``: one learning rate fits every pull. A step of it is an implicit
+    step on the pull, :math:`(\theta - \text{lr}\, g + \text{lr} \lambda w) / (1 + \text{lr} \lambda)`.
+
+    Args:
+        lr: Step on the loss alone.
+        lambda_: The pull.
+        personal_lr: A step of the user's own, taken as it is; 0 for none.
+
+    Returns:
+        The step.
+
+    References:
+        arXiv 2410.08934, condition ``eta <= 1/(L + lambda)``.
+    """
+    return personal_lr or 1.0 / (1.0 / lr + lambda_)
+
+
 def safe_step(L: float, lam: float) -> float:
     r"""Give the theory's step on the proximal objective, :math:`\eta = 1/(L + \lambda)`.
 

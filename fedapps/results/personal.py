@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from fedapps.results.report import Run, group_runs
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.settings_file import Scalar
 from fedapps.results.tables import Spread
+from fedapps.settings import Scalar
 
 REFERENCES = ("localtrain", "globaltrain")
 """Methods that gains are measured against."""

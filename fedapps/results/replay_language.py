@@ -183,7 +183,7 @@ def _alpha(journal: Path) -> float:
         do = "copy the settings.toml of the run there, or give --base initial.safetensors for the bare tensors"
         raise JournalError(str(path), expected="the settings with the scale of the adapters", got="none", do=do)
     task = load_task_of(resolve_settings(from_toml(path.read_text(encoding="utf-8"))))
-    return float(task.options["lora-alpha"])
+    return float(task.options.lora_alpha)
 
 
 def _start_adapters(journal: Path, theta: dict[str, Any]) -> None:

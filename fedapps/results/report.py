@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.settings_file import Scalar
 from fedapps.results.storage import Row
 from fedapps.results.summary import TRAIN, RunStatus, evaluations_by_round, summarise
 from fedapps.results.tables import CompareRow, RunRow, Spread
+from fedapps.settings import Scalar
 
 ACCURACIES = (
     "client-personal-test-accuracy", "test-accuracy", "validation-accuracy", "client-test-accuracy", "test-f1",

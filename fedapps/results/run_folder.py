@@ -38,7 +38,7 @@ import numpy as np
 from fedapps.errors import CheckpointError
 from fedapps.results import checkpoint as checkpoints
 from fedapps.results.checkpoint import Checkpoint
-from fedapps.results.settings_file import Scalar, from_toml, to_toml
+from fedapps.results.settings_file import from_toml, to_toml
 from fedapps.results.storage import (
     Row,
     append_row,
@@ -50,6 +50,7 @@ from fedapps.results.storage import (
     to_json,
     write_atomically,
 )
+from fedapps.settings import Scalar
 
 _LONGEST_PART = 60
 

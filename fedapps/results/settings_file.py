@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedapps.errors import CheckpointError
-
-Scalar = int | float | bool | str
+from fedapps.settings import Scalar, toml_float
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -79,7 +78,7 @@ def from_toml(text: str) -> dict[str, Scalar]:
     Raises:
         tomllib.TOMLDecodeError: The text is not TOML.
     """
-    return _flatten(tomllib.loads(text), "")
+    return _flatten(tomllib.loads(text, parse_float=toml_float), "")
 
 
 def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Scalar]:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from rich.table import Table
 
-from fedapps.results.settings_file import Scalar
 from fedapps.results.storage import to_json
 from fedapps.results.units import human_bytes, human_seconds
+from fedapps.settings import Scalar
 
 
 class TableRow(Protocol):

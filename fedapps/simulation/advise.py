@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ from fedapps.client_apps.work import ClientWork, Node
 from fedapps.compute import pinned
 from fedapps.messages.schema import Arrays
 from fedapps.methods import resolve_settings
-from fedapps.personal_settings import FedClupSettings, pulled_step
+from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization import theory
 from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Reason, Rule, choose_lambda
 from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
-from fedapps.personalization.proximal import curvature_range
+from fedapps.personalization.proximal import curvature_range, pulled_step
 from fedapps.results.settings_file import to_toml
 from fedapps.settings import Settings, default_config
 from fedapps.strategies.fedclup import MOST_FIT_ROUNDS
@@ -68,7 +68,7 @@ class Advice:
     @property
     def warnings(self) -> list[str]:
         """What a run says of this ``gamma``; nothing if it is stable, or ``L`` is not known."""
-        config = FedClupConfig(self.report.lam, self.gamma, Stale(self.options.stale))
+        config = FedClupConfig(self.report.lam, self.gamma, self.options.stale)
         return gamma_warnings(config, self.L, self.num_sampled, self.num_clients) if self.L else []
 
     @property
@@ -79,7 +79,7 @@ class Advice:
     @property
     def num_rounds(self) -> float | None:
         """A bound of the rounds to `EPS`; None where ``mu`` is not known or 0, and for steps and sums that have none."""
-        exact = self.options.stale == Stale.REUSE or self.num_sampled == self.num_clients
+        exact = self.options.stale is Stale.REUSE or self.num_sampled == self.num_clients
         if self.mu is None or self.mu <= 0 or self.warnings or not exact:
             return None
         return theory.num_rounds_bound(EPS, self.report.lam, self.mu, self.L, self.gamma)
@@ -123,8 +123,8 @@ class Advice:
         if options.gamma:
             return "as it is set"
         if not options.gamma_needs_curvature:
-            return f"1/lambda, by {'stale = reuse-models' if options.stale == Stale.REUSE_MODELS else 'gamma-rule = average'}"
-        share = "" if options.stale == Stale.REPLIES else "(|S|/N)"
+            return f"1/lambda, by {'stale = reuse-models' if options.stale is Stale.REUSE_MODELS else 'gamma-rule = average'}"
+        share = "" if options.stale is Stale.REPLIES else "(|S|/N)"
         return f"{share}(1/lambda + 1/L) with L = {self.L:.4g}"
 
     def _finding(self) -> str:
@@ -190,7 +190,7 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
             if report.decided:
                 break
         mus = [fit.mu for fit in fits.values() if fit.mu is not None]
-        options = replace(own, lambda_=report.lam)
+        options = own.model_copy(update={"lambda_": report.lam})
         exact = bool(mus) or options.gamma_needs_curvature
         L = max(fit.curvature(initial, exact=exact) for fit in fits.values())
     return Advice(

@@ -116,7 +116,7 @@ def config_of(run_config: Mapping[str, Any], method: str, methods: Sequence[str]
         Its settings: keys of other methods of the comparison are left out, and a shared key under its name takes the place
         of the one for all.
     """
-    shared = {key.name for key in keys_of(Settings).values()}
+    shared = set(keys_of(Settings))
     mine: dict[str, Any] = {}
     for_all: dict[str, Any] = {"method": method}
     for key, value in run_config.items():

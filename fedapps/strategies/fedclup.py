@@ -29,7 +29,7 @@ from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.errors import MessageError, RosterError
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
 from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
-from fedapps.personal_settings import FedClupSettings, pulled_step
+from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization.choose_lambda import choose_lambda
 from fedapps.personalization.fedclup import (
     FedClupConfig,
@@ -43,7 +43,7 @@ from fedapps.personalization.fedclup import (
 )
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
-from fedapps.personalization.proximal import step_warning
+from fedapps.personalization.proximal import pulled_step, step_warning
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RoundStrategy
 
@@ -187,7 +187,7 @@ class FedCLUP(RoundStrategy):
 
     @property
     def _stale(self) -> Stale:
-        return Stale.REPLIES if self.choosing else Stale(self.own.stale)
+        return Stale.REPLIES if self.choosing else self.own.stale
 
     def _weight(self, partition: int) -> float:
         """Give ``p_i``, over all ``N`` clients."""
@@ -256,7 +256,7 @@ class FedCLUP(RoundStrategy):
         return state
 
     def _config(self) -> FedClupConfig:
-        config = FedClupConfig(self.lam, self._gamma(), Stale(self.own.stale))
+        config = FedClupConfig(self.lam, self._gamma(), self.own.stale)
         self.rounds.report.values |= {"lambda": config.lam, "gamma": config.gamma}
         return config
 

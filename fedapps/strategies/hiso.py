@@ -24,6 +24,7 @@ from typing_extensions import override
 from fedapps.errors import MessageError, SettingsError
 from fedapps.messages.scalars import JOURNAL, JournalPart, fingerprint_of, need_of, read_scalars
 from fedapps.messages.schema import ARRAYS, REBUILT, Arrays, Records, Reply, unpack_arrays
+from fedapps.methods.zeroth_order import DeComFLSettings, HiSoSettings, scheme_of
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RoundStrategy, RunFiles
 from fedapps.strategies.kept_journal import KeptJournal
@@ -34,7 +35,6 @@ from fedapps.zeroth_order.aggregate import Aggregation, aggregate_scalars
 from fedapps.zeroth_order.dispatch import kernel_checksum
 from fedapps.zeroth_order.journal import Slice
 from fedapps.zeroth_order.scheme import Record, Scalars
-from fedapps.zeroth_order_settings import DeComFLSettings, HiSoSettings, scheme_of
 
 if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask

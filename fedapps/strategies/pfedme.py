@@ -11,9 +11,8 @@ import numpy as np
 from typing_extensions import override
 
 from fedapps.messages.schema import STEP_LIMIT, Arrays, Reply
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig, server_step
-from fedapps.personalization.proximal import unstable_step
+from fedapps.personalization.proximal import pulled_step, unstable_step
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RoundStrategy
 from fedapps.strategies.mean import MeanStrategy

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedapps.errors import TaskError, did_you_mean
+from fedapps.settings import setting
 from fedapps.tasks.base import ClientData, Data, ServerData, Task, TaskConfig, TaskKind
-from fedapps.tasks.options import Option
 from fedapps.tasks.partitioning import PartitionConfig, PartitionKind
 
 __all__ = [
     "TASKS",
     "ClientData",
     "Data",
-    "Option",
     "PartitionConfig",
     "PartitionKind",
     "ServerData",
@@ -30,6 +29,7 @@ __all__ = [
     "TaskKind",
     "list_tasks",
     "load_task",
+    "setting",
     "task_class",
     "task_group",
     "task_kind",
@@ -314,7 +314,7 @@ def load_task(name: str, config: TaskConfig) -> Task:
         TaskError: There is no such task, it cannot be imported, or an option is wrong.
     """
     task = task_class(name)(config, name)
-    key = (type(task), repr((name, task.data_dir, dataclasses.replace(config, options=task.options))))
+    key = (type(task), repr((name, task.data_dir, dataclasses.replace(config, options=task.options.model_dump()))))
     task = _loaded.setdefault(key, task)
     _loaded.move_to_end(key)
     if len(_loaded) > MAX_LOADED:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import TaskError
-from fedapps.tasks.options import Option, resolve_options
+from fedapps.errors import FedAppsError, TaskError
+from fedapps.settings import SettingsModel
 from fedapps.tasks.partitioning import PartitionConfig, PartitionKind, partition_indices
 from fedapps.tasks.split_table import partition_summary, partition_table
 from fedapps.tasks.splits import Indices, Purpose, hold_out, stream
@@ -209,23 +209,27 @@ class Task(ABC):
     metric: ClassVar[str] = "accuracy"
     """The metric that runs are judged by; larger is better."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {}
-    """The keys of ``task-options`` that the class adds to those of its bases; values are in ``self.options``."""
+    class Options(SettingsModel):
+        """The keys of ``task-options``; a task with keys of its own derives its ``Options`` from those of its base."""
+
+        ERROR: ClassVar[type[FedAppsError]] = TaskError
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__bases__:
+            if issubclass(base, Task) and not issubclass(cls.Options, base.Options):
+                raise TaskError(
+                    f"task '{cls.__name__}', class Options",
+                    expected=f"one derived from {base.__name__}.Options",
+                    got=f"one of {', '.join(b.__qualname__ for b in cls.Options.__bases__)}",
+                    do=f"write `class Options({base.__name__}.Options):`",
+                )
 
     def __init__(self, config: TaskConfig, name: str | None = None) -> None:
         self.config = config
         self.name = name or type(self).__name__
-        self.options = resolve_options(self.name, self.known_options(), config.options)
+        self.options: Any = self.Options.from_keys(config.options, f"task '{self.name}', option")
         self._parts: dict[int, tuple[Indices, ...]] = {}
-
-    @classmethod
-    def known_options(cls) -> dict[str, Option]:
-        """List the keys of ``task-options``.
-
-        Returns:
-            Key -> option, those of base classes first; a class may change the default of a base's key.
-        """
-        return {key: option for base in reversed(cls.__mro__) for key, option in vars(base).get("OPTIONS", {}).items()}
 
     @property
     def first_model(self) -> FirstModel:

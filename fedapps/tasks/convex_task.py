@@ -6,7 +6,6 @@ A task of one's own derives from `ConvexTask` and implements `load`, with inputs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,8 +18,8 @@ from fedapps.curvature.logistic import LogisticRegression
 from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_gradients
-from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
-from fedapps.tasks.options import Option
+from fedapps.settings import setting
+from fedapps.tasks.base import Data, Task, TaskKind
 
 WEIGHTS = "weights"
 """Name of the one array of a convex model, ``(d,)`` float64."""
@@ -42,18 +41,10 @@ class ConvexTask(Task):
 
     kind: ClassVar[TaskKind] = TaskKind.CONVEX
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"regularisation": Option(1e-3, "weight of the L2 penalty, >= 0")}
+    class Options(Task.Options):
+        """Options of every convex task."""
 
-    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
-        super().__init__(config, name)
-        penalty = self.options["regularisation"]
-        if not 0 <= penalty < math.inf:
-            raise TaskError(
-                f"task '{self.name}', option 'regularisation'",
-                expected="a finite number >= 0",
-                got=str(penalty),
-                do="change it in task-options",
-            )
+        regularisation: float = setting(1e-3, "weight of the L2 penalty", ge=0)
 
     def objective(self, data: Data) -> Objective:
         """Give the regularised objective of some examples.
@@ -74,7 +65,7 @@ class ConvexTask(Task):
                 got=str(data.targets[~np.isin(data.targets, (-1, 1))][0]),
                 do="map the two classes to -1 and +1 in load()",
             )
-        return LogisticRegression(data.inputs, data.targets, self.options["regularisation"])
+        return LogisticRegression(data.inputs, data.targets, self.options.regularisation)
 
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:
         r"""Measure a fit to some examples, for the choice of ``lambda`` in FedCLUP.
@@ -92,7 +83,7 @@ class ConvexTask(Task):
         """
         X = data.inputs if isinstance(data.inputs, np.ndarray) else data.inputs.toarray()
         slopes = -data.targets * expit(-data.targets * (X @ v))
-        gradients = slopes[:, None] * X + self.options["regularisation"] * v
+        gradients = slopes[:, None] * X + self.options.regularisation * v
         return fit_of_gradients(self.objective(data).hessian(v), gradients, v, received, lam)
 
     @override

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from fedapps.errors import TaskError
-from fedapps.tasks.base import DATA_VARIABLE, Data, TaskConfig
+from fedapps.settings import setting
+from fedapps.tasks.base import DATA_VARIABLE, Data
 from fedapps.tasks.compressed import find_compressed
 from fedapps.tasks.image_files import checked_images, read_idx_pair, read_npz
 from fedapps.tasks.image_models import resnet18_groupnorm, simple_cnn
-from fedapps.tasks.options import Option
 from fedapps.tasks.splits import Purpose, hold_out, stream
 from fedapps.tasks.torch_task import TorchTask
 
@@ -50,15 +50,13 @@ class ImageTask(TorchTask):
         TaskError: An option is wrong.
     """
 
-    MODELS: ClassVar[tuple[str, ...]] = ("cnn", "logistic")
-    """Values of the option ``model``."""
+    class Options(TorchTask.Options):
+        """Options of the image tasks; ``model``, which each declares with its own choices, comes on top."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "model": Option("cnn", "cnn (simple CNN) or logistic (logistic regression on the pixels)"),
-        "train-examples": Option(
-            0, "size of the training pool, drawn by the run's seed, classes in proportion; 0 = all"
-        ),
-    }
+        train_examples: int = setting(
+            0, "size of the training pool, drawn by the run's seed, classes in proportion; 0 = all", ge=0
+        )
+
     FOLDER: ClassVar[str]
     """Sub-folder of the data folder."""
 
@@ -77,16 +75,6 @@ class ImageTask(TorchTask):
 
     DEVIATION: ClassVar[tuple[float, ...]]
     """Standard deviation of each channel of the whole training set, pixels in [0, 1]."""
-
-    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
-        super().__init__(config, name)
-        if self.options["model"] not in self.MODELS:
-            raise TaskError(
-                f"task '{self.name}', option 'model'",
-                expected=f"{', '.join(self.MODELS[:-1])} or {self.MODELS[-1]}",
-                got=repr(self.options["model"]),
-                do="change it in task-options",
-            )
 
     @abstractmethod
     def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
@@ -134,7 +122,7 @@ class ImageTask(TorchTask):
         Returns:
             A model from ``(n, channels, height, width)`` to ``(n, classes)``.
         """
-        match self.options["model"]:
+        match self.options.model:
             case "logistic":
                 return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(prod(self.IMAGE), self.NUM_CLASSES))
             case "resnet18":
@@ -155,8 +143,8 @@ class ImageTask(TorchTask):
 
     def _some_of(self, train: Data) -> Data:
         """Draw as many examples as the option ``train-examples`` says, and leave the others unused."""
-        wanted = self.options["train-examples"]
-        if not 0 <= wanted <= len(train):
+        wanted = self.options.train_examples
+        if wanted > len(train):
             raise TaskError(
                 f"task '{self.name}', option 'train-examples'",
                 expected=f"0 (all) to {len(train)}, the training images that there are",
@@ -217,6 +205,13 @@ class ImageTask(TorchTask):
 class MnistTask(ImageTask):
     """Handwritten digits: 60,000 + 10,000 images of 28 x 28 pixels in 10 classes (LeCun, Cortes & Burges)."""
 
+    class Options(ImageTask.Options):
+        """Options of mnist."""
+
+        model: Literal["cnn", "logistic"] = setting(
+            "cnn", "cnn (simple CNN) or logistic (logistic regression on the pixels)"
+        )
+
     FOLDER = "mnist"
     FILES = (
         "train-images-idx3-ubyte",
@@ -241,13 +236,16 @@ class MnistTask(ImageTask):
 class Cifar10Task(ImageTask):
     """Photographs of 32 x 32 pixels in 10 classes (Krizhevsky 2009): 50,000 + 10,000, or a subset from a file."""
 
-    MODELS = ("cnn", "resnet18", "logistic")
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "model": Option("cnn", "cnn (simple CNN), resnet18 (ResNet-18 with group normalisation) or logistic"),
-        "augment": Option(
+    class Options(ImageTask.Options):
+        """Options of the CIFAR tasks."""
+
+        model: Literal["cnn", "resnet18", "logistic"] = setting(
+            "cnn", "cnn (simple CNN), resnet18 (ResNet-18 with group normalisation) or logistic"
+        )
+        augment: bool = setting(
             False, "crop training images at random from a border of 4 black pixels, and flip half of them"
-        ),
-    }
+        )
+
     FOLDER = "cifar10"
     FILES = ("cifar10_subset.npz",)
     DATASET = "CIFAR10"
@@ -265,7 +263,7 @@ class Cifar10Task(ImageTask):
     @override
     def augment(self, batch: Data, random: np.random.Generator) -> Data:
         """Crop and flip the images of a training batch if the option ``augment`` says so."""
-        if not self.options["augment"]:
+        if not self.options.augment:
             return batch
         return dataclasses.replace(batch, inputs=crop_and_flip(np.asarray(batch.inputs), random))
 
@@ -273,9 +271,13 @@ class Cifar10Task(ImageTask):
 class Cifar100Task(Cifar10Task):
     """Photographs of 32 x 32 pixels in 100 classes (Krizhevsky 2009): 50,000 + 10,000, or a subset from a file."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "model": Option("resnet18", "resnet18 (ResNet-18 with group normalisation), cnn (simple CNN) or logistic"),
-    }
+    class Options(Cifar10Task.Options):
+        """Options of cifar100."""
+
+        model: Literal["cnn", "resnet18", "logistic"] = setting(
+            "resnet18", "resnet18 (ResNet-18 with group normalisation), cnn (simple CNN) or logistic"
+        )
+
     FOLDER = "cifar100"
     FILES = ("cifar100_subset.npz",)
     DATASET = "CIFAR100"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +13,11 @@ from scipy.sparse import csr_array
 from typing_extensions import override
 
 from fedapps.errors import TaskError
+from fedapps.settings import setting
 from fedapps.tasks.base import DATA_VARIABLE, Data
 from fedapps.tasks.compressed import find_compressed
 from fedapps.tasks.convex_task import ConvexTask
 from fedapps.tasks.libsvm_file import line_of_row, read_libsvm
-from fedapps.tasks.options import Option
 
 DATASETS_PAGE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
 """Where the LIBSVM data sets can be had."""
@@ -31,11 +30,12 @@ class LibsvmTask(ConvexTask):
     sparse, and no intercept is added.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "file": Option("", "training file: a path, or a name in the data folder or its libsvm folder"),
-        "test-file": Option("", "test file; empty = no test set"),
-        "num-features": Option(0, "number of features; 0 = the largest index in the files"),
-    }
+    class Options(ConvexTask.Options):
+        """Options of a LIBSVM file."""
+
+        file: str = setting("", "training file: a path, or a name in the data folder or its libsvm folder")
+        test_file: str = setting("", "test file; empty = no test set")
+        num_features: int = setting(0, "number of features; 0 = the largest index in the files")
 
     @override
     def load(self) -> tuple[Data, Data]:
@@ -45,12 +45,12 @@ class LibsvmTask(ConvexTask):
             Training pool and test set (empty without a test file); inputs CSR ``(n, d)`` float64, targets -1 or +1.
         """
         train_path, *test_paths = self._files.values()
-        train = read_libsvm(train_path, self.options["num-features"])
+        train = read_libsvm(train_path, self.options.num_features)
         classes = _two_classes(train[1], train_path)
         if not test_paths:
             data = _data(train, classes, train_path, train[0].shape[1])
             return data, data.take(np.empty(0, dtype=np.intp))
-        test = read_libsvm(test_paths[0], self.options["num-features"])
+        test = read_libsvm(test_paths[0], self.options.num_features)
         width = max(train[0].shape[1], test[0].shape[1])
         return _data(train, classes, train_path, width), _data(test, classes, test_paths[0], width)
 
@@ -69,7 +69,7 @@ class LibsvmTask(ConvexTask):
     @cached_property
     def _files(self) -> dict[str, Path]:
         """Option -> file; the training file first, the test file only if there is one."""
-        wanted = {key: self.options[key] for key in ("file", "test-file")}
+        wanted = {"file": self.options.file, "test-file": self.options.test_file}
         if not wanted["file"]:
             raise TaskError(
                 f"task '{self.name}', option 'file'",
@@ -97,20 +97,22 @@ class LibsvmTask(ConvexTask):
 class A9aTask(LibsvmTask):
     """Census income (UCI Adult, binarised by LIBSVM): 32,561 + 16,281 examples, 123 binary features."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "file": Option("a9a", "training file"),
-        "test-file": Option("a9a.t", "test file; empty = no test set"),
-        "num-features": Option(123, "number of features (the last one never occurs in the test file)"),
-    }
+    class Options(LibsvmTask.Options):
+        """The files of a9a."""
+
+        file: str = setting("a9a", "training file")
+        test_file: str = setting("a9a.t", "test file; empty = no test set")
+        num_features: int = setting(123, "number of features (the last one never occurs in the test file)")
 
 
 class W8aTask(LibsvmTask):
     """Web pages (Platt): 49,749 examples, 300 binary features, no test set."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "file": Option("w8a", "training file"),
-        "num-features": Option(300, "number of features"),
-    }
+    class Options(LibsvmTask.Options):
+        """The file of w8a."""
+
+        file: str = setting("w8a", "training file")
+        num_features: int = setting(300, "number of features")
 
 
 def _two_classes(labels: NDArray[np.float64], path: Path) -> tuple[float, float]:

@@ -22,9 +22,9 @@ from fedapps.errors import SettingsError, TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_least_squares
 from fedapps.personalization.quadratic import Quadratic, least_squares
 from fedapps.personalization.synthetic import Regression, SyntheticConfig, SyntheticProblem, draw_problem
+from fedapps.settings import setting
 from fedapps.tasks.base import ClientData, Data
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
-from fedapps.tasks.options import Option
 from fedapps.tasks.partitioning import PartitionKind
 
 CLIENT = "client"
@@ -34,16 +34,17 @@ CLIENT = "client"
 class _SyntheticTask(ConvexTask):
     regression: ClassVar[Regression]
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "clients": Option(10, "number of clients m; the run needs as many"),
-        "examples": Option(50, "training examples n of each client"),
-        "test-examples": Option(50, "test examples of each client"),
-        "dimension": Option(15, "number of parameters d"),
-        "heterogeneity": Option(0.5, "distance R of each client's true parameters from their centre"),
-        "noise": Option(1.0, "standard deviation of the targets' noise (linear only)"),
-        "decay": Option(0.0, "covariates have variance j^-decay; 0 = identity"),
-        "norm": Option(1.0, "length of the centre"),
-    }
+    class Options(ConvexTask.Options):
+        """Options of the synthetic tasks."""
+
+        clients: int = setting(10, "number of clients m; the run needs as many")
+        examples: int = setting(50, "training examples n of each client")
+        test_examples: int = setting(50, "test examples of each client")
+        dimension: int = setting(15, "number of parameters d")
+        heterogeneity: float = setting(0.5, "distance R of each client's true parameters from their centre")
+        noise: float = setting(1.0, "standard deviation of the targets' noise (linear only)")
+        decay: float = setting(0.0, "covariates have variance j^-decay; 0 = identity")
+        norm: float = setting(1.0, "length of the centre")
 
     @cached_property
     def problem(self) -> SyntheticProblem:
@@ -56,16 +57,16 @@ class _SyntheticTask(ConvexTask):
         try:
             config = SyntheticConfig(
                 regression=self.regression,
-                num_clients=options["clients"],
-                num_examples=options["examples"],
-                dimension=options["dimension"],
-                heterogeneity=options["heterogeneity"],
-                noise=options["noise"],
-                decay=options["decay"],
-                norm=options["norm"],
+                num_clients=options.clients,
+                num_examples=options.examples,
+                dimension=options.dimension,
+                heterogeneity=options.heterogeneity,
+                noise=options.noise,
+                decay=options.decay,
+                norm=options.norm,
                 seed=self.config.seed,
             )
-            more = dataclasses.replace(config, num_examples=config.num_examples + max(0, options["test-examples"]))
+            more = dataclasses.replace(config, num_examples=config.num_examples + max(0, options.test_examples))
         except SettingsError as error:
             raise TaskError(f"task '{self.name}', task-options: {error}") from error
         return draw_problem(more)
@@ -77,7 +78,7 @@ class _SyntheticTask(ConvexTask):
         Returns:
             Training pool and test set; inputs ``(n, d)`` and targets ``(n,)`` float64, column ``client``.
         """
-        n = self.options["examples"]
+        n = self.options.examples
         return self._examples(slice(None, n)), self._examples(slice(n, None))
 
     def _examples(self, part: slice) -> Data:
@@ -125,12 +126,15 @@ class SyntheticLinearTask(_SyntheticTask):
 
     regression: ClassVar[Regression] = Regression.LINEAR
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"regularisation": Option(0.0, "weight of the L2 penalty, >= 0")}
+    class Options(_SyntheticTask.Options):
+        """Options of linear regression."""
+
+        regularisation: float = setting(0.0, "weight of the L2 penalty", ge=0)
 
     @override
     def objective(self, data: Data) -> Objective:
         plain = least_squares(np.asarray(data.inputs), data.targets)
-        return Quadratic(plain.A + self.options["regularisation"] * np.eye(len(plain.b)), plain.b, plain.c)
+        return Quadratic(plain.A + self.options.regularisation * np.eye(len(plain.b)), plain.b, plain.c)
 
     @override
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:

@@ -7,23 +7,25 @@ The smallest task says where the data comes from and what the model is::
     import numpy as np
     import torch
 
-    from fedapps.tasks import Data, Option
+    from fedapps.tasks import Data, setting
     from fedapps.tasks.torch_task import TorchTask
 
 
     class MyTask(TorchTask):
         """Two noisy moons, told apart by a small network."""
 
-        OPTIONS = {"examples": Option(600, "number of examples"), "noise": Option(0.1, "deviation of the noise")}
+        class Options(TorchTask.Options):
+            examples: int = setting(600, "number of examples")
+            noise: float = setting(0.1, "deviation of the noise", ge=0)
 
         def load(self) -> tuple[Data, Data]:
             generator = np.random.default_rng(0)
-            n = self.options["examples"]
+            n = self.options.examples
             labels = np.arange(n) % 2
             angle = generator.uniform(0, np.pi, n)
             x = np.where(labels == 0, np.cos(angle), 1 - np.cos(angle))
             y = np.where(labels == 0, np.sin(angle), 0.5 - np.sin(angle))
-            inputs = np.stack([x, y], axis=1) + self.options["noise"] * generator.normal(size=(n, 2))
+            inputs = np.stack([x, y], axis=1) + self.options.noise * generator.normal(size=(n, 2))
             data = Data(inputs.astype(np.float32), labels, columns={"site": np.arange(n) % 3})
             order = generator.permutation(n)
             return data.take(order[n // 5 :]), data.take(order[: n // 5])

@@ -13,7 +13,6 @@ from fedapps.client_apps.work import ClientWork, Node
 from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
 from fedapps.methods import resolve_settings
-from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig
 from fedapps.personalization.quadratic import Quadratic
 from fedapps.tasks import Data, TaskConfig
@@ -282,12 +281,6 @@ def test_a_model_without_second_derivatives_is_named_with_the_way_out() -> None:
         problem.largest_curvature(arrays, ("weights",))
     # (v - 3)^4 / 4 at 1 has the curvature 3 (1 - 3)^2, in 64-bit differences of 0.001.
     assert problem.rough_curvature(arrays, ("weights",)) == pytest.approx(12.0, rel=2e-3)
-
-
-def test_the_pulled_step_is_the_theorys_for_every_pull() -> None:
-    for lam in (0.0, 0.1, 10.0):
-        assert pulled_step(1 / 4, lam) == pytest.approx(1 / (4 + lam), rel=1e-15)
-    assert pulled_step(0.25, 3.0, 0.7) == 0.7
 
 
 def test_batches_of_a_subset_come_from_it_alone_as_many_as_of_the_whole() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from fedapps_testing import Sites
 from torch import nn
 
-from fedapps.tasks.base import Option
+from fedapps.tasks import setting
 
 
 class Layered(Sites):
@@ -71,10 +69,11 @@ class Branches(Sites):
 class Wide(Sites):
     """A multilayer perceptron of 0.27 million parameters."""
 
-    OPTIONS: ClassVar[dict[str, Any]] = {"width": Option(512, "units of the hidden layers")}
+    class Options(Sites.Options):
+        width: int = setting(512, "units of the hidden layers")
 
     def build_model(self) -> nn.Module:
-        width = self.options["width"]
+        width = self.options.width
         return nn.Sequential(
             nn.Linear(4, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
         )  # fmt: skip

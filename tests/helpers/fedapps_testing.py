@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from flwr.app import RecordDict
 from fedapps.client_apps.first_order import train as train_first_order
 from fedapps.client_apps.work import ClientWork
 from fedapps.methods import Method
-from fedapps.tasks.base import Data, Option
+from fedapps.tasks import Data, setting
 from fedapps.tasks.synthetic import SyntheticLinearTask
 from fedapps.tasks.torch_task import TorchTask
 
@@ -19,14 +19,16 @@ from fedapps.tasks.torch_task import TorchTask
 class Sites(TorchTask):
     """Two Gaussian classes; column ``site`` says which client an example belongs to, sizes are an option."""
 
-    OPTIONS: ClassVar = {"sizes": Option("6,6,6", "examples of each site"), "shift": Option(0.0, "input offset a site")}
+    class Options(TorchTask.Options):
+        sizes: str = setting("6,6,6", "examples of each site")
+        shift: float = setting(0.0, "input offset a site")
 
     def load(self) -> tuple[Data, Data]:
-        sizes = [int(size) for size in self.options["sizes"].split(",")]
+        sizes = [int(size) for size in self.options.sizes.split(",")]
         random = np.random.default_rng(0)
         site = np.repeat(np.arange(len(sizes)), sizes)
         labels = np.arange(len(site)) % 2
-        inputs = random.normal(size=(len(site), 4)) + 2.0 * labels[:, None] + self.options["shift"] * site[:, None]
+        inputs = random.normal(size=(len(site), 4)) + 2.0 * labels[:, None] + self.options.shift * site[:, None]
         data = Data(inputs.astype(np.float32), labels, {"site": site})
         return data, data.take(np.arange(min(4, len(data))))
 
@@ -81,14 +83,13 @@ class Conflict(Sites):
 class Lines(SyntheticLinearTask):
     """Linear regression whose clients have unequal numbers of examples."""
 
-    OPTIONS: ClassVar = {
-        "sizes": Option("6,18", "examples of each site"),
-        "dimension": Option(3, "number of parameters"),
-    }
+    class Options(SyntheticLinearTask.Options):
+        sizes: str = setting("6,18", "examples of each site")
+        dimension: int = setting(3, "number of parameters")
 
     def load(self) -> tuple[Data, Data]:
         data, _ = super().load()
-        sizes = [int(size) for size in self.options["sizes"].split(",")]
+        sizes = [int(size) for size in self.options.sizes.split(",")]
         chosen = np.concatenate([np.flatnonzero(data.columns["client"] == i)[:n] for i, n in enumerate(sizes)])
         mine = data.take(chosen)
         mine = Data(mine.inputs, mine.targets, {**mine.columns, "site": mine.columns["client"]})

@@ -14,6 +14,7 @@ from fedapps.personalization.proximal import (
     curvature_by_differences,
     curvature_range,
     descend,
+    pulled_step,
     safe_step,
     step_warning,
 )
@@ -140,3 +141,9 @@ def test_curvature_by_differences_is_that_of_the_convex_directions() -> None:
 )
 def test_without_curvature_nothing_is_known(gradient: Any) -> None:
     assert curvature_by_differences(gradient, np.ones(2)) == 0.0
+
+
+def test_the_pulled_step_is_the_theorys_for_every_pull() -> None:
+    for lam in (0.0, 0.1, 10.0):
+        assert pulled_step(1 / 4, lam) == pytest.approx(1 / (4 + lam), rel=1e-15)
+    assert pulled_step(0.25, 3.0, 0.7) == 0.7

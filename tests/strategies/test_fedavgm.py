@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import MetricRecord, RecordDict
 
-from fedapps.first_order_settings import FedAvgMSettings
+from fedapps.methods.first_order import FedAvgMSettings
 from fedapps.records import pack_arrays
 from fedapps.strategies import FedAvg, FedAvgM
 from fedapps.strategies.fedavg import FlowerStrategyMixin

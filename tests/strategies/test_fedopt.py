@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import MetricRecord, RecordDict
 
-from fedapps.first_order_settings import FedAdagradSettings, FedOptSettings
+from fedapps.methods.first_order import FedAdagradSettings, FedOptSettings
 from fedapps.records import pack_arrays
 from fedapps.strategies import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedopt import FedOptMixin

@@ -1,29 +1,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
 from fedapps.errors import TaskError
-from fedapps.tasks import Data, Option, PartitionConfig, PartitionKind, Task, TaskConfig
+from fedapps.tasks import Data, PartitionConfig, PartitionKind, Task, TaskConfig, setting
 
 
 class Counting(Task):
     """Inputs are the numbers of the examples, so that their way can be followed; no model."""
 
-    OPTIONS: ClassVar = {
-        "examples": Option(100, "number of examples"),
-        "rate": Option(0.5, "a rate"),
-        "word": Option("a", "text"),
-    }
+    class Options(Task.Options):
+        examples: int = setting(100, "number of examples", ge=0)
+        rate: float = setting(0.5, "a rate")
+        word: str = setting("a", "text")
+        test_rate: float = setting(0.0, "another rate")
+
     loads = 0
 
     def load(self):
         self.loads += 1
-        n = self.options["examples"]
+        n = self.options.examples
         train = Data(np.arange(n), np.arange(n) % 4, {"site": np.array([f"s{i % 3}" for i in range(n)])})
         return train, Data(np.arange(1000, 1020), np.arange(20) % 4)
 
@@ -179,12 +179,71 @@ def test_summary_names_the_split(config, text):
     assert text in Counting(TaskConfig(partition=config)).summary(2)
 
 
-def test_options_of_a_base_class_are_known_too():
-    class More(Counting):
-        OPTIONS: ClassVar = {"extra": Option(True, "a switch"), "rate": Option(0.1, "another default")}
+class More(Counting):
+    """Another option on top, and another default."""
 
-    assert More(TaskConfig()).options == {"examples": 100, "rate": 0.1, "word": "a", "extra": True}
-    assert More(TaskConfig(options={"extra": False, "examples": 3})).options["extra"] is False
+    class Options(Counting.Options):
+        extra: bool = setting(True, "a switch")
+        rate: float = setting(0.1, "another default")
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "expected"),
+    [
+        (Counting, {}, {"examples": 100, "rate": 0.5, "word": "a", "test_rate": 0.0}),
+        (Counting, {"examples": 7, "rate": 2}, {"examples": 7, "rate": 2.0, "word": "a", "test_rate": 0.0}),
+        (Counting, {"examples": 3.0, "test-rate": 1.5}, {"examples": 3, "rate": 0.5, "word": "a", "test_rate": 1.5}),
+        (More, {}, {"examples": 100, "rate": 0.1, "word": "a", "test_rate": 0.0, "extra": True}),
+        (More, {"extra": False}, {"examples": 100, "rate": 0.1, "word": "a", "test_rate": 0.0, "extra": False}),
+    ],
+    ids=["defaults", "given", "integral number", "derived", "derived and given"],
+)
+def test_options(task, given, expected):
+    options = task(TaskConfig(options=given)).options.model_dump()
+    assert options == expected
+    assert {name: type(value) for name, value in options.items()} == {k: type(v) for k, v in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exampels": 3}, "task 'made', option 'exampels'.*did you mean 'examples'"),
+        ({"zzz": 3}, "one of examples, rate, word, test-rate, got an unknown key; remove it"),
+        ({"test_rate": 1.0}, "option 'test_rate'.*did you mean 'test-rate'"),
+        ({"examples": 3.5}, r"option 'examples': expected a value of type int, got 3.5 .*\(number of examples\)"),
+        ({"examples": True}, "expected a value of type int, got True"),
+        ({"examples": -1}, "option 'examples': expected a finite number >= 0, got -1"),
+        ({"examples": 2**63}, "option 'examples': expected an integer of at most 64 bits, got 9223372036854775808"),
+        ({"word": 3}, "expected a value of type str, got 3"),
+        ({"rate": "x"}, "expected a value of type float, got 'x'.*for example rate = 0.5"),
+        ({"rate": float("nan")}, "option 'rate': expected a finite number, got nan"),
+    ],
+    ids=[
+        "misspelt", "unknown", "by its Python name", "float for int", "bool for int", "too small", "too large", "int for text",
+        "text for float", "not a number",
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused(given, message):
+    with pytest.raises(TaskError, match=message):
+        Counting(TaskConfig(options=given), "made")
+
+
+def test_a_task_without_options_says_so():
+    class Bare(Task):
+        load, initial_arrays, evaluate = Counting.load, Counting.initial_arrays, Counting.evaluate
+
+    with pytest.raises(TaskError, match="task 'Bare', option 'a': expected nothing"):
+        Bare(TaskConfig(options={"a": 1}))
+
+
+def test_options_that_lose_those_of_the_base_are_refused_where_the_class_is_written():
+    with pytest.raises(
+        TaskError, match=r"task 'Lost', class Options: expected one derived from Counting\.Options, got"
+    ):
+
+        class Lost(Counting):
+            class Options(Task.Options):
+                extra: bool = setting(True, "a switch")
 
 
 @pytest.mark.parametrize(

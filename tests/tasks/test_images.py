@@ -199,11 +199,14 @@ def test_logistic_regression_is_one_linear_layer_on_the_pixels(name: str) -> Non
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(TaskError, match="option 'model': expected cnn or logistic, got 'resnet18'"):
+    with pytest.raises(TaskError, match="option 'model': expected one of cnn, logistic, got 'resnet18'"):
         MnistTask(TaskConfig(options={"model": "resnet18"}), "mnist")
-    with pytest.raises(TaskError, match="option 'model': expected cnn, resnet18 or logistic, got 'resnet50'"):
+    with pytest.raises(
+        TaskError,
+        match="option 'model': expected one of cnn, resnet18, logistic, got 'resnet50'; did you",
+    ):
         Cifar10Task(TaskConfig(options={"model": "resnet50"}), "cifar10")
-    with pytest.raises(TaskError, match="option 'augment': expected one of model, train-examples, got an unknown key"):
+    with pytest.raises(TaskError, match="option 'augment': expected one of train-examples, model, got an unknown key"):
         MnistTask(TaskConfig(options={"augment": True}), "mnist")
     with pytest.raises(TaskError, match="option 'augment': expected a value of type bool"):
         Cifar100Task(TaskConfig(options={"augment": 1}), "cifar100")
@@ -234,8 +237,8 @@ def test_a_pool_of_fewer_examples_is_drawn_by_the_seed_with_classes_in_proportio
     assert not np.array_equal(drawn(15, seed=1)[0].inputs, train.inputs)
     for all_of_them in (0, 60):
         assert drawn(all_of_them)[0] is whole[0]
-    for wrong in (-1, 61):
-        with pytest.raises(TaskError, match=f"option 'train-examples': expected 0 \\(all\\) to 60, .*got {wrong}"):
+    for wrong, expected in ((-1, ">= 0"), (61, r"0 \(all\) to 60")):
+        with pytest.raises(TaskError, match=f"option 'train-examples': expected .*{expected}.*got {wrong}"):
             drawn(wrong)
 
 

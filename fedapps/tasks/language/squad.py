@@ -43,7 +43,7 @@ class SquadTask(LanguageTask):
             ``answers`` ``(n,)`` all right answers, one a line.
         """
         prompts = encode_prompts(
-            self.tokenizer, self.prompt, [example.fields for example in examples], self.options["max-length"]
+            self.tokenizer, self.prompt, [example.fields for example in examples], self.options.max_length
         )
         answers = self._answer_ids([example.answers[0] for example in examples])
         texts = np.array(["\n".join(example.answers) for example in examples], np.str_)

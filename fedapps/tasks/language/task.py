@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from fedapps.errors import TaskError
-from fedapps.tasks.base import Data, FirstModel, TaskConfig
+from fedapps.settings import setting
+from fedapps.tasks.base import Data, FirstModel
 from fedapps.tasks.language.adapters import add_adapters
 from fedapps.tasks.language.encoding import encode_prompts, label_ids, lengths, pad, trim
 from fedapps.tasks.language.forward import check_logits, label_logits
 from fedapps.tasks.language.models import identify, load_causal_lm, load_tokenizer
 from fedapps.tasks.language.prompts import PROMPTS, Prompt
 from fedapps.tasks.language.readers import Example, read_examples
-from fedapps.tasks.options import Option
 from fedapps.tasks.splits import Indices, Purpose, stream
 from fedapps.tasks.torch_task import TorchTask
 
@@ -61,31 +61,32 @@ class LanguageTask(TorchTask):
     ANSWER_LENGTH: ClassVar[int] = 0
     """Most tokens that are read or generated behind a prompt."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "model": Option("smollm2", "hub id (facebook/opt-125m), folder, .gguf file, or name for `fedapps models get`"),
-        "dtype": Option("float32", "numbers of the model: float32, bfloat16 or float16"),
-        "lora-rank": Option(0, "rank of LoRA adapters, which then are all that trains and travels; 0 = whole model"),
-        "lora-alpha": Option(16.0, "scale of the adapters times their rank"),
-        "lora-targets": Option("", "layers that get adapters, as q_proj,v_proj; empty = peft's choice for the model"),
-        "max-length": Option(256, "most tokens of a prompt; the text in it is cut from behind, the template is not"),
-        "train-examples": Option(0, "size of the training pool, drawn by the seed; 0 = all"),
-        "eval-examples": Option(0, "size of the test set, the same for every seed; 0 = all"),
-    }
+    class Options(TorchTask.Options):
+        """Options of the language tasks."""
 
-    def __init__(self, config: TaskConfig, name: str | None = None) -> None:
-        super().__init__(config, name)
-        options = self.options
-        self._check("dtype", options["dtype"] in DTYPES, "one of " + ", ".join(DTYPES))
-        for key, least in (("lora-rank", 0), ("max-length", 1), ("train-examples", 0), ("eval-examples", 0)):
-            self._check(key, options[key] >= least, f"a number from {least}")
-        self._check("lora-alpha", options["lora-alpha"] > 0, "a number above 0")
+        model: str = setting(
+            "smollm2", "hub id (facebook/opt-125m), folder, .gguf file, or name for `fedapps models get`"
+        )
+        dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "numbers of the model")
+        lora_rank: int = setting(
+            0, "rank of LoRA adapters, which then are all that trains and travels; 0 = whole model", ge=0
+        )
+        lora_alpha: float = setting(16.0, "scale of the adapters times their rank", gt=0)
+        lora_targets: str = setting(
+            "", "layers that get adapters, as q_proj,v_proj; empty = peft's choice for the model"
+        )
+        max_length: int = setting(
+            256, "most tokens of a prompt; the text in it is cut from behind, the template is not", ge=1
+        )
+        train_examples: int = setting(0, "size of the training pool, drawn by the seed; 0 = all", ge=0)
+        eval_examples: int = setting(0, "size of the test set, the same for every seed; 0 = all", ge=0)
 
     @cached_property
     @override
     def first_model(self) -> FirstModel:
         """The language model's source and revision; adapters start at random, so nobody else has those."""
-        first = identify(self.options["model"])
-        return replace(first, published=first.published and self.options["lora-rank"] == 0)
+        first = identify(self.options.model)
+        return replace(first, published=first.published and self.options.lora_rank == 0)
 
     @property
     def prompt(self) -> Prompt:
@@ -95,7 +96,7 @@ class LanguageTask(TorchTask):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return load_tokenizer(self.options["model"])
+        return load_tokenizer(self.options.model)
 
     @abstractmethod
     def encode(self, examples: list[Example]) -> Data:
@@ -112,26 +113,28 @@ class LanguageTask(TorchTask):
     def load(self) -> tuple[Data, Data]:
         """Read and tokenise the examples."""
         train, test = read_examples(self.PROMPT, self.prompt.fields, self.data_dir)
-        train = self._some_of("train-examples", train, stream(Purpose.SUBSET, self.config.seed))
-        test = self._some_of("eval-examples", test, stream(Purpose.TEST_SET, TEST_SEED))
+        train = self._some_of(
+            "train-examples", self.options.train_examples, train, stream(Purpose.SUBSET, self.config.seed)
+        )
+        test = self._some_of("eval-examples", self.options.eval_examples, test, stream(Purpose.TEST_SET, TEST_SEED))
         return self.encode(train), self.encode(test)
 
-    def _some_of(self, key: str, examples: list[Example], random: np.random.Generator) -> list[Example]:
-        wanted = self.options[key]
-        self._check(key, wanted <= len(examples), f"0 (all) to {len(examples)}, the examples that there are")
+    def _some_of(self, key: str, wanted: int, examples: list[Example], random: np.random.Generator) -> list[Example]:
+        if wanted > len(examples):
+            raise self._refused(key, f"0 (all) to {len(examples)}, the examples that there are", wanted)
         return [examples[i] for i in random.permutation(len(examples))[:wanted]] if wanted else examples
 
     @override
     def build_model(self) -> torch.nn.Module:
         """Load the model, and freeze it and add adapters if the options say so."""
-        rank = self.options["lora-rank"]
+        rank = self.options.lora_rank
         if rank == 0:
             return self._load_model()
         # Adapted models share the memory of the frozen parameters, since nothing writes to them.
         shared = {id(p): torch.nn.Parameter(p.data, requires_grad=False) for p in self._frozen_model.parameters()}
         model = copy.deepcopy(self._frozen_model, memo=shared)
-        targets = tuple(name.strip() for name in self.options["lora-targets"].split(",") if name.strip())
-        add_adapters(model, rank, self.options["lora-alpha"], targets)
+        targets = tuple(name.strip() for name in self.options.lora_targets.split(",") if name.strip())
+        add_adapters(model, rank, self.options.lora_alpha, targets)
         return model
 
     @cached_property
@@ -141,13 +144,14 @@ class LanguageTask(TorchTask):
             return self._load_model().requires_grad_(False)
 
     def _load_model(self) -> PreTrainedModel:
-        model = load_causal_lm(self.options["model"], DTYPES[self.options["dtype"]])
+        model = load_causal_lm(self.options.model, DTYPES[self.options.dtype])
         check_logits(model)
         places = getattr(model.config, "max_position_embeddings", None)
         if places is not None:
-            fits = self.options["max-length"] + self.ANSWER_LENGTH <= places
+            longest = self.options.max_length
             less = f" less {self.ANSWER_LENGTH} for the answer" if self.ANSWER_LENGTH else ""
-            self._check("max-length", fits, f"at most the {places} positions of the model{less}")
+            if longest + self.ANSWER_LENGTH > places:
+                raise self._refused("max-length", f"at most the {places} positions of the model{less}", longest)
         model.train()
         return model
 
@@ -173,11 +177,10 @@ class LanguageTask(TorchTask):
             yield order[start:stop]
             start = stop
 
-    def _check(self, key: str, right: bool, expected: str) -> None:
-        if not right:
-            got = repr(self.options[key])
-            do = "change it in task-options"
-            raise TaskError(f"task '{self.name}', option '{key}'", expected=expected, got=got, do=do)
+    def _refused(self, key: str, expected: str, value: int) -> TaskError:
+        return TaskError(
+            f"task '{self.name}', option '{key}'", expected=expected, got=str(value), do="change it in task-options"
+        )
 
 
 class ClassificationTask(LanguageTask):
@@ -197,7 +200,7 @@ class ClassificationTask(LanguageTask):
         """
         _ = self.label_ids  # A tokenizer that does not fit is told before anything trains.
         fields = [example.fields for example in examples]
-        rows = encode_prompts(self.tokenizer, self.prompt, fields, self.options["max-length"])
+        rows = encode_prompts(self.tokenizer, self.prompt, fields, self.options.max_length)
         return Data(pad(rows), np.array([example.label for example in examples], np.int64))
 
     def logits(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -226,9 +226,9 @@ def test_half_precision_goes_there_and_back(make: Callable[..., Any], dtype: str
     ("options", "message"),
     [
         ({"dtype": "float64"}, r"'dtype': expected one of float32, bfloat16, float16, got 'float64'"),
-        ({"lora_rank": -1}, r"'lora-rank': expected a number from 0, got -1"),
-        ({"lora_alpha": 0.0}, r"'lora-alpha': expected a number above 0"),
-        ({"max_length": 0}, r"'max-length': expected a number from 1"),
+        ({"lora_rank": -1}, r"'lora-rank': expected a finite number >= 0, got -1"),
+        ({"lora_alpha": 0.0}, r"'lora-alpha': expected a finite number > 0, got 0.0"),
+        ({"max_length": 0}, r"'max-length': expected a finite number >= 1, got 0"),
         ({"train_examples": 13}, r"'train-examples': expected 0 \(all\) to 12, the examples that there are, got 13"),
         ({"eval_examples": 5}, r"'eval-examples': expected 0 \(all\) to 4"),
         ({"max_length": 300}, r"'max-length': expected at most the 256 positions of the model, got 300"),

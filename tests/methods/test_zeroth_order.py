@@ -1,4 +1,4 @@
-"""Tests of ``fedapps/zeroth_order_settings.py``: the choices are those of the mathematics, which it does not import."""
+"""Tests of ``fedapps/methods/zeroth_order.py``: the choices are those of the mathematics."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import pytest
 
 from fedapps.errors import SettingsError
 from fedapps.methods import METHODS, resolve_settings
-from fedapps.settings import keys_of
+from fedapps.methods.zeroth_order import HiSoMomentumSettings
+from fedapps.settings import choices_of, keys_of
 from fedapps.zeroth_order.aggregate import Aggregation
 from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.probing import Difference
 from fedapps.zeroth_order.rules import RULES
 from fedapps.zeroth_order.scheme import HessianUpdate
-from fedapps.zeroth_order_settings import HiSoMomentumSettings
 
 
 @pytest.mark.parametrize(
-    ("field", "enum"),
+    ("key", "enum"),
     [
         ("aggregation", Aggregation), ("distribution", Distribution), ("difference", Difference),
-        ("hessian_update", HessianUpdate),
+        ("hessian-update", HessianUpdate),
     ],
 )  # fmt: skip
-def test_choices_are_the_variants(field: str, enum: type[StrEnum]) -> None:
-    assert keys_of(HiSoMomentumSettings)[field].choices == tuple(variant.value for variant in enum)
+def test_choices_are_the_variants(key: str, enum: type[StrEnum]) -> None:
+    assert choices_of(keys_of(HiSoMomentumSettings)[key]) == tuple(variant.value for variant in enum)
 
 
 def test_every_scalar_only_method_is_an_update_rule() -> None:
