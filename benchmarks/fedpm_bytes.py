@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedapps.client_apps.second_order import fedpm_reply
+from fedapps.client_apps.fedpm import fedpm_reply
 from fedapps.curvature.blocks import WireDtype
 from fedapps.curvature.foof import FoofPreconditioner
 from fedapps.records import CURVATURE, payload_bytes

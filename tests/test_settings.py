@@ -94,7 +94,7 @@ class OwnSettings:
 OWN = Method(
     name="own", title="Own", family="test", mixing="mean", travels_down="model", travels_up="model",
     client_state="none", paper="none", strategy="fedapps.strategies.fedavg:FedAvg",
-    client="fedapps.client_apps.first_order:train", own_settings=OwnSettings, tuned={"torch": {"lr": 0.2}},
+    client="fedapps.client_apps.fedavg:train", own_settings=OwnSettings, tuned={"torch": {"lr": 0.2}},
 )  # fmt: skip
 
 

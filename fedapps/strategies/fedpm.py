@@ -249,7 +249,7 @@ def _layout_record(reply: Reply) -> ConfigRecord:
             reply.where,
             expected=f"a record '{LAYOUT}' that says which parameters its blocks cover",
             got=", ".join(reply.content) or "no record",
-            do="reply with fedapps.client_apps.second_order.fedpm_reply",
+            do="reply with fedapps.client_apps.fedpm.fedpm_reply",
         )
     return record
 
@@ -302,5 +302,5 @@ def _check_dtype(block: Block, wire: WireDtype | None, where: str) -> None:
             block.spec.where(where),
             expected=f"P in {'bfloat16 patterns (uint16)' if 'u2' in kinds else 'float32 or float64'}, M in floats",
             got=f"{block.curvature.dtype} and {block.product.dtype}",
-            do="reply with fedapps.client_apps.second_order.fedpm_reply",
+            do="reply with fedapps.client_apps.fedpm.fedpm_reply",
         )

@@ -58,7 +58,7 @@ class LocalTrain(RoundMixin, Strategy):
                 reply.where,
                 expected="metrics only",
                 got=f"{len(reply.arrays) + len(reply.buffers)} tensors",
-                do="use fedapps.client_apps.personalized.train_localtrain",
+                do="use fedapps.client_apps.localtrain.train",
             )
 
     def finish(self) -> Arrays:

@@ -35,7 +35,7 @@ def read_scalars(reply: Reply, server_round: int, shape: tuple[int, int]) -> Sca
     if not isinstance(record, ConfigRecord) or not isinstance(data, bytes):
         need = need_of(reply.content)
         got = ", ".join(reply.content) if need is None else f"that it lacks the journal from round {need}"
-        do = "use fedapps.client_apps.zeroth_order.train"
+        do = "use fedapps.client_apps.hiso.train"
         raise MessageError(reply.where, expected=f"'values' in record '{SCALARS}'", got=got, do=do)
     if record.get(SERVER_ROUND) != server_round:
         got, do = f"round {record.get(SERVER_ROUND)!r}", "answer the last message only"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedapps.client_apps.torch_training import losses_of, prepare_model
+from fedapps.client_apps.torch_problem import TorchProblem
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.methods import resolve_settings
 from fedapps.tasks.base import ClientData, Data, TaskConfig
@@ -46,7 +46,7 @@ def batches_seen(seed: int = 0, server_round: int = 1, partition: int = 0) -> li
         data=ClientData(data, data.take([]), data.take([])), arrays=task.initial_arrays(0), server_round=server_round,
         lr=0.1, last_folded=0, experiment="", run_dir="",
     )  # fmt: skip
-    losses_of(work, task, prepare_model(work, task), lambda: None)
+    TorchProblem(work, task).descend(work.arrays, work.lr)
     return task.seen
 
 

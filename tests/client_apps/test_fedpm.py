@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fedapps.client_apps.second_order import fedpm_reply, received_model
+from fedapps.client_apps.fedpm import fedpm_reply, received_model
 from fedapps.curvature import FoofPreconditioner
 from fedapps.curvature.layout import Layout
 from fedapps.errors import MessageError, SettingsError, TaskError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedapps.client_apps.local_problem import LocalProblem, Pull, local_problem
+from fedapps.client_apps.problem import LocalProblem, Pull, local_problem
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
@@ -96,7 +96,7 @@ POINTS = [Point, TorchPoint]
 def point(cls: type[Task], start: float, **settings: Any) -> tuple[LocalProblem, dict[str, np.ndarray]]:
     arrays = {"weights": np.array([start])}
     arrays["weights"].flags.writeable = False  # As a received message's.
-    return local_problem(work_of(cls(TaskConfig()), arrays, **settings), arrays), arrays
+    return local_problem(work_of(cls(TaskConfig()), arrays, **settings)), arrays
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
@@ -104,7 +104,7 @@ def test_the_minimiser_is_between_the_own_optimum_and_the_anchor(cls: type[Task]
     """A20: f = (x - 3)^2/2, anchor 1, lambda 2: (3 + 2)/(1 + 2) = 5/3; the anchor stays bitwise what it was."""
     problem, arrays = point(cls, 1.0, local_steps=60)
     before = arrays["weights"].tobytes()
-    trained = problem.descend(arrays, Pull(arrays, 2.0), 0.2)
+    trained = problem.descend(arrays, 0.2, Pull(arrays, 2.0))
     assert trained.arrays["weights"] == pytest.approx([5 / 3], rel=1e-12)
     assert arrays["weights"].tobytes() == before
 
@@ -114,7 +114,7 @@ def test_the_first_step_from_the_anchor_is_a_plain_one(cls: type[Task]) -> None:
     """A20: from x = w the pull has gradient 0: 1 - 0.2 (1 - 3) = 1.4."""
     problem, arrays = point(cls, 1.0, local_steps=1)
     for lam in (0.0, 2.0):
-        assert problem.descend(arrays, Pull(arrays, lam), 0.2).arrays["weights"] == pytest.approx([1.4], rel=1e-14)
+        assert problem.descend(arrays, 0.2, Pull(arrays, lam)).arrays["weights"] == pytest.approx([1.4], rel=1e-14)
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
@@ -122,7 +122,7 @@ def test_a_warm_start_is_pulled_to_the_anchor_not_to_itself(cls: type[Task]) -> 
     """From 2 with anchor 0 and lambda 2: 2 - 0.1 ((2 - 3) + 2 * 2) = 1.7."""
     problem, _ = point(cls, 1.0, local_steps=1)
     start, anchor = {"weights": np.array([2.0])}, {"weights": np.array([0.0])}
-    assert problem.descend(start, Pull(anchor, 2.0), 0.1).arrays["weights"] == pytest.approx([1.7], rel=1e-14)
+    assert problem.descend(start, 0.1, Pull(anchor, 2.0)).arrays["weights"] == pytest.approx([1.7], rel=1e-14)
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
@@ -159,7 +159,7 @@ def test_pfedmes_inner_steps_see_one_augmentation_of_their_batch() -> None:
             theta = theta - step * (X.T @ (X @ theta - y) / 12 + lam * (theta - local))
         local = local - eta * lam * (local - theta)
     config = PFedMeConfig(lam=lam, eta=eta, personal_lr=step, num_inner_steps=K)
-    copy, personal = local_problem(work, arrays).move_with_copy(arrays, {"0.weight": np.full((1, 3), 0.2)}, config)
+    copy, personal = local_problem(work).move_with_copy(arrays, {"0.weight": np.full((1, 3), 0.2)}, config)
     np.testing.assert_allclose(personal.arrays["0.weight"][0], theta, rtol=1e-12)
     np.testing.assert_allclose(copy.arrays["0.weight"][0], local, rtol=1e-12)
     assert personal.loss == pytest.approx(np.mean(losses), rel=1e-12)
@@ -188,7 +188,7 @@ def test_torchs_rough_curvature_is_of_the_rounds_first_batch_in_single_precision
         arrays = {"0.weight": np.zeros((1, 3), dtype)}
         work = work_of(task, arrays, batch_size=5)
         x = X[next(work.batches())]
-        estimate = local_problem(work, arrays).rough_curvature(arrays, ("0.weight",))
+        estimate = local_problem(work).rough_curvature(arrays, ("0.weight",))
         L = np.linalg.eigvalsh(x.T @ x / 5)[-1]
         assert 0.9 * L < estimate < 1.001 * L
 
@@ -199,13 +199,13 @@ def test_a_convex_training_that_diverged_is_named() -> None:
         np.errstate(over="ignore"),
         pytest.raises(TaskError, match=r"client 0, round 1, after the local steps: .*finite"),
     ):
-        problem.descend(arrays, Pull(arrays, 0.0), 1e4)
+        problem.descend(arrays, 1e4)
 
 
 def test_torchs_curvature_approaches_the_greatest_eigenvalue() -> None:
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
-    estimate = local_problem(work_of(task, arrays), arrays).largest_curvature(arrays, ("0.weight",))
+    estimate = local_problem(work_of(task, arrays)).largest_curvature(arrays, ("0.weight",))
     assert estimate == pytest.approx(np.linalg.eigvalsh(A)[-1], rel=0.02)
 
 
@@ -216,8 +216,8 @@ def test_a_fit_to_halves_measures_distance_noise_and_variance() -> None:
     """
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
-    problem = local_problem(work_of(task, arrays, local_steps=3000), arrays)
-    trained, fit = problem.fit(arrays, Pull(arrays, 0.01), 0.3)
+    problem = local_problem(work_of(task, arrays, local_steps=3000))
+    trained, fit = problem.fit(arrays, 0.3, Pull(arrays, 0.01))
     ridge = 0.01 * np.eye(3)
     v = np.linalg.solve(A + ridge, B)
     halves = [np.linalg.solve(X[k::2].T @ X[k::2] / 6 + ridge, X[k::2].T @ Y[k::2] / 6) for k in (0, 1)]
@@ -233,7 +233,7 @@ def test_a_client_of_one_example_can_be_fitted() -> None:
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
     work = work_of(task, arrays, Data(X[:1], Y[:1]), local_steps=5)
-    _, fit = local_problem(work, arrays).fit(arrays, Pull(arrays, 0.01), 0.1)
+    _, fit = local_problem(work).fit(arrays, 0.1, Pull(arrays, 0.01))
     assert fit.num_examples == 1
     assert fit.noise == pytest.approx(fit.distance2 / 4, rel=1e-12)
 
@@ -246,8 +246,8 @@ def test_what_is_not_personal_takes_plain_steps_of_the_learning_rate() -> None:
 
     task = WithBias(TaskConfig())
     start = {"0.weight": np.full((1, 3), 0.5), "0.bias": np.ones(1)}
-    problem = local_problem(work_of(task, start, local_steps=1), start)
-    trained = problem.descend(start, Pull({"0.bias": np.zeros(1)}, 3.0), 0.2)
+    problem = local_problem(work_of(task, start, local_steps=1))
+    trained = problem.descend(start, 0.2, Pull({"0.bias": np.zeros(1)}, 3.0))
     residuals = X @ np.full(3, 0.5) + 1 - Y
     np.testing.assert_allclose(trained.arrays["0.weight"][0], 0.5 - 0.1 * X.T @ residuals / 12, rtol=1e-12)
     np.testing.assert_allclose(trained.arrays["0.bias"], 1 - 0.2 * (residuals.mean() + 3.0), rtol=1e-12)
@@ -277,7 +277,7 @@ def test_a_model_without_second_derivatives_is_named_with_the_way_out() -> None:
             return (outputs**2).mean()
 
     arrays = {"weights": np.ones(1)}
-    problem = local_problem(work_of(OnceTask(TaskConfig()), arrays), arrays)
+    problem = local_problem(work_of(OnceTask(TaskConfig()), arrays))
     with pytest.raises(TaskError, match=r"client 0, curvature of the loss: .*gamma-rule=average or a number for"):
         problem.largest_curvature(arrays, ("weights",))
     # (v - 3)^4 / 4 at 1 has the curvature 3 (1 - 3)^2, in 64-bit differences of 0.001.
