@@ -1,21 +1,24 @@
-"""The local problem with a pull, for convex tasks and for torch models, against formulas worked out here."""
+"""The local problem of convex tasks and of torch models: against formulas worked out here, and against each other."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from fedapps.client_apps.problem import LocalProblem, Pull, local_problem
+from fedapps.client_apps.problem import LocalProblem, Pull, local_problem, preconditioned_names
 from fedapps.client_apps.work import ClientWork, Node
+from fedapps.curvature.blocks import WireDtype
 from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
 from fedapps.methods import resolve_settings
 from fedapps.personal_settings import pulled_step
 from fedapps.personalization.pfedme import PFedMeConfig
-from fedapps.personalization.quadratic import Quadratic
+from fedapps.personalization.quadratic import Quadratic, least_squares
 from fedapps.tasks import Data, TaskConfig
 from fedapps.tasks.base import ClientData, Task
 from fedapps.tasks.convex_task import ConvexTask
@@ -78,6 +81,17 @@ class Lines(TorchTask):
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return 0.5 * (outputs[:, 0] - targets).square().mean()
+
+
+class ConvexLines(ConvexTask):
+    """The same as a convex task, whose one vector is the weight."""
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(X, Y)
+        return data, data
+
+    def objective(self, data: Data) -> Objective:
+        return least_squares(np.asarray(data.inputs), data.targets)
 
 
 def work_of(task: Task, arrays: dict[str, np.ndarray], data: Data | None = None, **settings: Any) -> ClientWork:
@@ -297,3 +311,83 @@ def test_batches_of_a_subset_come_from_it_alone_as_many_as_of_the_whole() -> Non
     assert len(whole) == len(part) == 6
     assert set(np.concatenate(part)) == {1, 3, 5, 7}
     assert set(np.concatenate(whole[:3])) == set(range(12))
+
+
+# One model, both problems ---------------------------------------------------------------------------------
+
+W, ANCHOR = np.array([0.3, -0.2, 0.1]), np.array([1.0, 0.5, -0.5])
+
+
+def both(**settings: Any) -> list[tuple[LocalProblem, str, Any]]:
+    """Give both problems of the same regression, the name of their tensor, and what makes it of a vector."""
+    convex, torch_task = ConvexLines(TaskConfig()), Lines(TaskConfig())
+    return [
+        (local_problem(work_of(convex, {"weights": W}, **settings)), "weights", lambda v: {"weights": v}),
+        (local_problem(work_of(torch_task, {"0.weight": W[None]}, **settings)), "0.weight", lambda v: {"0.weight": v[None]}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lam", [None, 0.0, 0.7])
+def test_both_take_the_same_gradient_steps_on_the_same_batches(lam: float | None) -> None:
+    """Two epochs of 5, 5 and 2 examples, worked out here with the client's batches."""
+    expected = W.copy()
+    for batch in work_of(ConvexLines(TaskConfig()), {}, batch_size=5, local_epochs=2).batches():
+        x, y = X[batch], Y[batch]
+        expected -= 0.1 * (x.T @ (x @ expected - y) / len(batch) + (lam or 0.0) * (expected - ANCHOR))
+    for problem, name, arrays in both(batch_size=5, local_epochs=2):
+        pull = None if lam is None else Pull(arrays(ANCHOR), lam)
+        trained = problem.descend(arrays(W), 0.1, pull)
+        np.testing.assert_allclose(trained.arrays[name].ravel(), expected, rtol=1e-12)
+        assert trained.buffers == {}
+
+
+def test_both_step_on_the_batches_that_they_are_given() -> None:
+    batches = [np.array([3, 1]), np.array([0, 2, 11])]
+    expected = W.copy()
+    for batch in batches:
+        expected -= 0.1 * X[batch].T @ (X[batch] @ expected - Y[batch]) / len(batch)
+    for problem, name, arrays in both():
+        np.testing.assert_allclose(
+            problem.descend(arrays(W), 0.1, batches=batches).arrays[name].ravel(), expected, rtol=1e-12
+        )
+
+
+def test_both_take_the_same_preconditioned_steps_and_send_the_same_blocks() -> None:
+    """The second moment of a linear layer's input is the Hessian of its square loss: FOOF steps are Newton's here."""
+    options = {"fedpm.estimate": "last-batch", "fedpm.refresh": 1, "fedpm.damping": 0.2}
+    expected, P = W.copy(), A + 0.2 * np.eye(3)
+    for _ in range(2):
+        expected = expected - 0.5 * np.linalg.solve(P, A @ expected - B)
+    for problem, name, arrays in both(method="fedpm", local_steps=2, **options):
+        trained = problem.descend_preconditioned(arrays(W), 0.5)
+        np.testing.assert_allclose(trained.arrays[name].ravel(), expected, rtol=1e-10)
+        (block,) = trained.blocks(WireDtype.FLOAT32)
+        np.testing.assert_allclose(block.curvature, P[np.triu_indices(3)], rtol=1e-12)
+        np.testing.assert_allclose(block.product, (P @ (expected - W))[None], rtol=1e-9)
+        assert trained.layout.preconditioned == problem.names == (name,)
+
+
+def test_both_move_pfedmes_copy_alike() -> None:
+    config = PFedMeConfig(lam=0.5, eta=0.4, personal_lr=0.1, num_inner_steps=2)
+    found = []
+    for problem, name, arrays in both(batch_size=5, local_epochs=1):
+        local, theta = problem.move_with_copy(arrays(ANCHOR), arrays(W), config)
+        found.append(np.concatenate([local.arrays[name].ravel(), theta.arrays[name].ravel()]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
+
+
+def test_only_a_convex_loss_has_a_least_curvature() -> None:
+    (convex, _, vector), (network, _, tensor) = both()
+    assert convex.least_curvature(vector(W)) == pytest.approx(np.linalg.eigvalsh(A)[0], rel=1e-12)
+    assert network.least_curvature(tensor(W)) is None
+
+
+def test_what_would_be_preconditioned_is_known_without_data() -> None:
+    assert preconditioned_names(ConvexLines(TaskConfig())) == ("weights",)
+    assert preconditioned_names(Lines(TaskConfig())) == ("0.weight",)
+    assert preconditioned_names(TorchPoint(TaskConfig())) == ()
+
+
+def test_a_convex_problem_imports_no_torch() -> None:
+    code = "import sys, fedapps.client_apps.convex_problem, fedapps.client_apps.fedpm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
