@@ -45,7 +45,8 @@ class TorchProblem(LocalProblem):
         return model_layout(task.build_model()).preconditioned
 
     @cached_property
-    def names(self) -> tuple[str, ...]:  # noqa: D102 - as the protocol's
+    @override
+    def names(self) -> tuple[str, ...]:
         return tuple(self._task.trainable_names())
 
     @override
