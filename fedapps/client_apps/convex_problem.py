@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from typing_extensions import override
 
-from fedapps.client_apps.problem import LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
+from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.blocks import Block, WireDtype, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout
@@ -42,20 +42,19 @@ class ConvexProblem(LocalProblem):
         return (WEIGHTS,)
 
     @override
-    def descend(
-        self, start: Arrays, step: float, pull: Pull | None = None, batches: Iterable[np.ndarray] | None = None
-    ) -> Trained:
+    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
         objectives: Iterable[Objective] = self._batches() if batches is None else map(self._objective, batches)
-        if pull is not None:
-            objectives = (Proximal(objective, pull.anchor[WEIGHTS], pull.lam) for objective in objectives)
-        return self._trained(descend(objectives, start[WEIGHTS], step))
+        if not pull.anchor:
+            return self._trained(descend(objectives, start[WEIGHTS], self._work.lr))
+        pulled = (Proximal(objective, pull.anchor[WEIGHTS], pull.lam) for objective in objectives)
+        return self._trained(descend(pulled, start[WEIGHTS], pull.step))
 
     @override
-    def descend_preconditioned(self, start: Arrays, step: float, *, factor_min_rows: int = 0) -> Preconditioned:
+    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
         """Take ``K`` steps with the full Hessian of all the client's examples: an epoch is one step."""
         settings, w = self._work.settings, start[WEIGHTS]
         theta, P, added = newton_steps(
-            self._whole, w, num_steps=settings.local_steps or settings.local_epochs, lr=step,
+            self._whole, w, num_steps=settings.local_steps or settings.local_epochs, lr=self._work.lr,
             damping=settings.own.damping, where=self._work.where,
         )  # fmt: skip
         warn_of_damping(self._work, {WEIGHTS: added} if added else {})
@@ -72,7 +71,7 @@ class ConvexProblem(LocalProblem):
         return self._trained(result.local), self._trained(result.theta)
 
     @override
-    def fit(self, received: Arrays, step: float, pull: Pull) -> tuple[Trained, LocalFit]:
+    def fit(self, received: Arrays, pull: Pull) -> tuple[Trained, LocalFit]:
         """Find the minimiser by Newton's method, and measure it as the task can."""
         w = pull.anchor[WEIGHTS]
         v = minimise(Proximal(self._whole, w, pull.lam), w.astype(np.float64))

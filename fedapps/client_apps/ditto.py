@@ -25,8 +25,8 @@ def train(work: ClientWork) -> RecordDict:
         the store.
     """
     own, kept, problem = work.settings.own, load_personal(work), local_problem(work)
-    local = problem.descend(work.arrays, work.lr)
+    local = problem.descend(work.arrays)
     step = pulled_step(work.lr, own.lambda_, own.personal_lr)
     with stable_step(work, problem, own.lambda_, step) as metrics:
-        personal = problem.descend(kept.model, step, Pull(work.arrays, own.lambda_))
+        personal = problem.descend(kept.model, Pull(work.arrays, own.lambda_, step))
     return finish(work, kept, personal, reply(local.arrays, local.buffers, work, local.loss), metrics)

@@ -25,7 +25,7 @@ def train(work: ClientWork) -> RecordDict:
         The content of the reply: the whole model after training.
     """
     # The round's batches as they are drawn, also where one batch is all examples.
-    trained = local_problem(work).descend(work.arrays, work.lr, batches=work.batches())
+    trained = local_problem(work).descend(work.arrays, batches=work.batches())
     return reply(trained.arrays, trained.buffers, work, trained.loss)
 
 

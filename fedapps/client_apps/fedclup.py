@@ -41,7 +41,7 @@ def train(work: ClientWork) -> RecordDict:
     kept, problem = load_personal(work), local_problem(work)
     names = personal_names(problem.names, own.patterns)
     received = {name: work.arrays[name] for name in names}
-    pull, step = Pull(received, plan.lam), pulled_step(work.lr, plan.lam, own.personal_lr)
+    pull = Pull(received, plan.lam, pulled_step(work.lr, plan.lam, own.personal_lr))
 
     metrics = {STORE_LOST: 1.0} if kept.lost else {}
     if plan.curvature is AskedCurvature.FOR_GAMMA:
@@ -49,10 +49,10 @@ def train(work: ClientWork) -> RecordDict:
     elif plan.curvature is AskedCurvature.ROUGHLY:
         metrics[CURVATURE] = problem.rough_curvature(work.arrays, names)
     if plan.fitting:
-        trained, fit = problem.fit(work.arrays, step, pull)
+        trained, fit = problem.fit(work.arrays, pull)
         metrics |= {FIT_DISTANCE2: fit.distance2, FIT_NOISE: fit.noise, FIT_VARIANCE: fit.variance}
     else:
-        trained = problem.descend(kept.model, step, pull)
+        trained = problem.descend(kept.model, pull)
 
     stale = Stale.REPLIES if plan.fitting else Stale(own.stale)
     personal = {name: trained.arrays[name] for name in names}

@@ -50,7 +50,7 @@ def train(work: ClientWork) -> RecordDict:
         The content of the reply: ``P_i`` and ``M_i`` of every block, and the other tensors.
     """
     own = work.settings.own
-    trained = local_problem(work).descend_preconditioned(work.arrays, work.lr, factor_min_rows=own.factor_min_rows)
+    trained = local_problem(work).descend_preconditioned(work.arrays, factor_min_rows=own.factor_min_rows)
     blocks = trained.blocks(WireDtype(own.wire))
     return _reply(blocks, trained.layout, trained.arrays, trained.buffers, work.metrics(train_loss=trained.loss))
 

@@ -24,6 +24,6 @@ def train(work: ClientWork) -> RecordDict:
     Returns:
         The content of the reply: the whole model after training.
     """
-    pull = Pull(work.arrays, work.settings.own.mu)
-    trained = local_problem(work).descend(work.arrays, work.lr, pull, work.batches())
+    pull = Pull(work.arrays, work.settings.own.mu, work.lr)
+    trained = local_problem(work).descend(work.arrays, pull, work.batches())
     return reply(trained.arrays, trained.buffers, work, trained.loss)

@@ -27,7 +27,7 @@ def train(work: ClientWork) -> RecordDict:
     """
     if LINE_SEARCH in work.records:
         return losses_along(work)
-    trained = local_problem(work).descend_preconditioned(work.arrays, work.lr)
+    trained = local_problem(work).descend_preconditioned(work.arrays)
     return reply(trained.arrays, trained.buffers, work, trained.loss)
 
 

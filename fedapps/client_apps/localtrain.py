@@ -20,5 +20,5 @@ def train(work: ClientWork) -> RecordDict:
         The content of the reply: metrics.
     """
     kept = load_personal(work)
-    trained = local_problem(work).descend(kept.model, work.lr)
+    trained = local_problem(work).descend(kept.model)
     return finish(work, kept, trained, reply({}, {}, work, trained.loss))

@@ -40,10 +40,15 @@ class Pull:
     Attributes:
         anchor: ``w``, by name; trainable tensors that it leaves out are not pulled. Never modified.
         lam: ``lambda``; 0 for none.
+        step: Step of the pulled tensors; all others take that in force.
     """
 
     anchor: Arrays
     lam: float
+    step: float
+
+
+NO_PULL = Pull({}, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Preconditioned(Trained):
 
 
 class LocalProblem(Protocol):
-    """What a client can do with its own data. ``K``, batches and random draws are those of the round."""
+    """What a client can do with its own data. ``K``, ``eta``, batches and random draws are those of the round."""
 
     def __init__(self, work: ClientWork, task: Any) -> None: ...
 
@@ -87,16 +92,12 @@ class LocalProblem(Protocol):
     def names(self) -> tuple[str, ...]:
         """The trainable tensors."""
 
-    def descend(
-        self, start: Arrays, step: float, pull: Pull | None = None, batches: Iterable[np.ndarray] | None = None
-    ) -> Trained:
+    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
         r"""Take ``K`` gradient steps, :math:`w_i \leftarrow w_i - \eta\,(g_i(w_i) + \lambda (w_i - w))`.
 
         Args:
             start: The model to start from.
-            step: ``eta``.
-            pull: The pull; tensors that it leaves out take plain steps of the learning rate in force. None for no pull, and
-                ``step`` for all tensors.
+            pull: The pull, with its own ``eta``.
             batches: Indices of each step's examples; None for the round's (convex: a batch of all examples is then summed in
                 the order of the data).
 
@@ -107,12 +108,11 @@ class LocalProblem(Protocol):
             TaskError: The loss is not finite.
         """
 
-    def descend_preconditioned(self, start: Arrays, step: float, *, factor_min_rows: int = 0) -> Preconditioned:
+    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
         r"""Take ``K`` steps :math:`w_i \leftarrow w_i - \eta\, P_i^{-1} g_i(w_i)`, as the method's own settings say.
 
         Args:
             start: The model to start from.
-            step: ``eta``.
             factor_min_rows: As in `fedapps.curvature.foof.FoofPreconditioner` (convex: without effect).
 
         Returns:
@@ -134,12 +134,11 @@ class LocalProblem(Protocol):
             The local copy (with the buffers of the personal model, which alone sees data), and the personal model.
         """
 
-    def fit(self, received: Arrays, step: float, pull: Pull) -> tuple[Trained, LocalFit]:
+    def fit(self, received: Arrays, pull: Pull) -> tuple[Trained, LocalFit]:
         """Fit the client's own data, for the choice of ``lambda``.
 
         Args:
             received: The model to start from.
-            step: Step of the pulled tensors.
             pull: A weak pull to it.
 
         Returns:

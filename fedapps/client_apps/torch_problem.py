@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedapps.client_apps.problem import LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
+from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
 from fedapps.curvature.foof import Estimate, FoofPreconditioner
@@ -50,18 +50,13 @@ class TorchProblem(LocalProblem):
         return tuple(self._task.trainable_names())
 
     @override
-    def descend(
-        self, start: Arrays, step: float, pull: Pull | None = None, batches: Iterable[np.ndarray] | None = None
-    ) -> Trained:
+    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
         model = self._model(start)
         parameters = _trainable(model)
-        if pull is None:
-            optimizer = torch.optim.SGD(parameters.values(), lr=step)
-            return self._train(model, optimizer.step, batches)
         anchor = {n: array_tensor(pull.anchor[n], p) for n, p in parameters.items() if n in pull.anchor}
-        pulled = {"params": [p for n, p in parameters.items() if n in anchor], "lr": step}
+        pulled = {"params": [p for n, p in parameters.items() if n in anchor], "lr": pull.step}
         others = {"params": [p for n, p in parameters.items() if n not in anchor], "lr": self._work.lr}
-        optimizer = torch.optim.SGD([group for group in (pulled, others) if group["params"]], lr=step)
+        optimizer = torch.optim.SGD([group for group in (pulled, others) if group["params"]])
 
         def take_step() -> None:
             if pull.lam:
@@ -71,7 +66,7 @@ class TorchProblem(LocalProblem):
         return self._train(model, take_step, batches)
 
     @override
-    def descend_preconditioned(self, start: Arrays, step: float, *, factor_min_rows: int = 0) -> Preconditioned:
+    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
         """Take ``K`` steps with FOOF blocks."""
         work, own = self._work, self._work.settings.own
         model = self._model(start)
@@ -90,7 +85,7 @@ class TorchProblem(LocalProblem):
         with foof:
             if own.estimate == Estimate.FULL_PASS:
                 self._show_all(model, foof)
-            trained = self._train(model, lambda: foof.step(step))
+            trained = self._train(model, lambda: foof.step(work.lr))
         warn_of_damping(work, foof.added_damping)
         return Preconditioned(trained.arrays, trained.buffers, trained.loss, foof.layout, foof.blocks)
 
@@ -116,12 +111,12 @@ class TorchProblem(LocalProblem):
         return Trained(copy, personal.buffers, personal.loss), personal
 
     @override
-    def fit(self, received: Arrays, step: float, pull: Pull) -> tuple[Trained, LocalFit]:
+    def fit(self, received: Arrays, pull: Pull) -> tuple[Trained, LocalFit]:
         """Fit the client's data, and each half of it, by ``K`` steps; one example reports its whole step as noise."""
-        whole = self.descend(received, step, pull)
+        whole = self.descend(received, pull)
         order = np.arange(self._work.num_examples)
         halves = [
-            self.descend(received, step, pull, self._work.batches(half)).arrays
+            self.descend(received, pull, self._work.batches(half)).arrays
             for half in (order[::2], order[1::2])
             if len(half)
         ]

@@ -224,8 +224,8 @@ def _fit(
     )  # fmt: skip
     problem = local_problem(work)
     names = personal_names(problem.names, settings.own.patterns)
-    pull = Pull({name: model[name] for name in names}, lam)
-    trained, fit = problem.fit(model, pulled_step(settings.lr, lam, settings.own.personal_lr), pull)
+    pull = Pull({name: model[name] for name in names}, lam, pulled_step(settings.lr, lam, settings.own.personal_lr))
+    trained, fit = problem.fit(model, pull)
     mu = problem.least_curvature(trained.arrays)
     weight = float(work.num_examples) if settings.weighting == "examples" else 1.0
     return _ClientFit(names, trained, fit, problem, mu, weight)

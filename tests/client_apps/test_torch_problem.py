@@ -47,7 +47,7 @@ def batches_seen(seed: int = 0, server_round: int = 1, partition: int = 0) -> li
         data=ClientData(data, data.take([]), data.take([])), arrays=task.initial_arrays(0), server_round=server_round,
         lr=0.1, last_folded=0, experiment="", run_dir="",
     )  # fmt: skip
-    TorchProblem(work, task).descend(work.arrays, work.lr)
+    TorchProblem(work, task).descend(work.arrays)
     return task.seen
 
 
@@ -103,5 +103,5 @@ def test_a_bfloat16_model_is_pulled_to_the_numbers_not_to_their_patterns() -> No
         experiment="", run_dir="",
     )  # fmt: skip
     anchor = {"w": torch.ones(1, dtype=torch.bfloat16).view(torch.uint16).numpy()}
-    trained = TorchProblem(work, task).descend(start, 0.125, Pull(anchor, 2.0))
+    trained = TorchProblem(work, task).descend(start, Pull(anchor, 2.0, 0.125))
     assert torch.from_numpy(trained.arrays["w"]).view(torch.bfloat16).tolist() == [1.875]
