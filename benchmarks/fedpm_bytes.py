@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedapps.client_apps.second_order import fedpm_reply
+from fedapps.client_apps.fedpm import fedpm_reply
 from fedapps.curvature.blocks import WireDtype
 from fedapps.curvature.foof import FoofPreconditioner
-from fedapps.records import CURVATURE, payload_bytes
+from fedapps.messages.blocks import CURVATURE
+from fedapps.messages.schema import payload_bytes
 from fedapps.results.environment import describe_environment
 from fedapps.results.units import human_bytes
 from fedapps.tasks.image_models import resnet18_groupnorm, simple_cnn

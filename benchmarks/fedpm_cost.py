@@ -33,8 +33,8 @@ from torch import nn
 from fedapps.curvature.foof import Estimate, FoofPreconditioner
 from fedapps.curvature.gram import Gram, covariance, factorise
 from fedapps.curvature.packing import pack_upper
+from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
-from fedapps.records import pack_arrays
 from fedapps.results.environment import describe_environment
 from fedapps.tasks.image_models import simple_cnn
 

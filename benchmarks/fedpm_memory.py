@@ -59,8 +59,8 @@ def run_case(order: str, count: int, max_width: int, buffer_mb: float, scale: in
 
     from fedapps.curvature.layout import BlockSpec, Layout
     from fedapps.curvature.packing import scaled_identity
-    from fedapps.records import pack_arrays, payload_bytes
-    from fedapps.strategies import FedPM, RoundOptions
+    from fedapps.messages.schema import pack_arrays, payload_bytes
+    from fedapps.strategies import FedPM, RoundSettings
 
     model = model_arrays(scale)
     specs = []
@@ -88,16 +88,16 @@ def run_case(order: str, count: int, max_width: int, buffer_mb: float, scale: in
         )  # fmt: skip
 
     started, scratch = time.perf_counter(), 0
-    strategy = FedPM(options=RoundOptions(fold_buffer_mb=buffer_mb))
-    strategy.begin_round(1, model, range(count))
+    strategy = FedPM(RoundSettings(fold_buffer_mb=buffer_mb))
+    strategy.rounds.begin(1, model, range(count))
     for partition in arrival(order, count):
         content = reply(partition)
         size = sum(payload_bytes(content).values())
         strategy.receive(partition, content)
         file = strategy._order._scratch if strategy._order else None
         scratch = max(scratch, file.seek(0, 2) if file else 0)
-    if strategy.end_round() is None or len(strategy.report.folded) != count:
-        raise SystemExit(f"replies were refused: {strategy.report.refused}")
+    if strategy.rounds.end() is None or len(strategy.rounds.report.folded) != count:
+        raise SystemExit(f"replies were refused: {strategy.rounds.report.refused}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "order": order, "replies": count, "peak-bytes": peak, "reply-bytes": size, "scratch-bytes": scratch,

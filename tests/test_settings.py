@@ -138,7 +138,7 @@ class OwnSettings(SettingsModel):
 OWN = Method(
     name="own", title="Own", family="test", mixing="mean", travels_down="model", travels_up="model",
     client_state="none", paper="none", strategy="fedapps.strategies.fedavg:FedAvg",
-    client="fedapps.client_apps.first_order:train", own_settings=OwnSettings, tuned={"torch": {"lr": 0.2, "strength": 0.7}},
+    client="fedapps.client_apps.fedavg:train", own_settings=OwnSettings, tuned={"torch": {"lr": 0.2, "strength": 0.7}},
 )  # fmt: skip
 
 

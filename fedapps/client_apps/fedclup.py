@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from flwr.app import RecordDict
 
-from fedapps.client_apps.first_order import reply
-from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
+from fedapps.client_apps.fedavg import reply
 from fedapps.client_apps.personal_models import Kept, PersonalModel, load_personal, save_personal
+from fedapps.client_apps.problem import Pull, local_problem
 from fedapps.client_apps.work import ClientWork
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, fit_metrics
 from fedapps.messages.schema import METRICS, STORE_LOST, Arrays
@@ -31,18 +31,23 @@ def train(work: ClientWork) -> RecordDict:
         The content of the reply: the changes of the personal tensors' differences, the other tensors, and the buffers.
     """
     own, plan = work.settings.own, RoundPlan.from_entries(work.config)
-    problem = local_problem(work, work.arrays)
+    kept, problem = load_personal(work), local_problem(work)
     names = personal_names(problem.names, own.patterns)
-    kept = load_personal(work)
     received = {name: work.arrays[name] for name in names}
-    pull = Pull(received, plan.lam)
+    pull = Pull(received, plan.lam, pulled_step(work.lr, plan.lam, own.personal_lr))
+
     metrics = {STORE_LOST: 1.0} if kept.lost else {}
-    if plan.curvature is not AskedCurvature.NOTHING:
-        exact = plan.curvature is AskedCurvature.FOR_GAMMA
-        metrics[CURVATURE] = (problem.largest_curvature if exact else problem.rough_curvature)(work.arrays, names)
+    if plan.curvature is AskedCurvature.FOR_GAMMA:
+        metrics[CURVATURE] = problem.largest_curvature(work.arrays, names)
+    elif plan.curvature is AskedCurvature.ROUGHLY:
+        metrics[CURVATURE] = problem.rough_curvature(work.arrays, names)
+    if plan.fitting:
+        trained, fit = problem.fit(work.arrays, pull)
+        metrics |= fit_metrics(fit)
+    else:
+        trained = problem.descend(kept.model, pull)
 
     stale = Stale.REPLIES if plan.fitting else Stale(own.stale)
-    trained = _train(work, problem, kept, plan, pull, metrics)
     personal = {name: trained.arrays[name] for name in names}
     sent = send(received, personal, _known(kept, plan, stale), stale)
 
@@ -50,22 +55,9 @@ def train(work: ClientWork) -> RecordDict:
     buffers = trained.buffers if names == problem.names else {}
     known = None if stale is Stale.REPLIES else sent.known
     save_personal(work, PersonalModel({**personal, **buffers}, known, plan.generation))
-    arrays = {name: sent.message[name] if name in sent.message else trained.arrays[name] for name in problem.names}
-    content = reply(arrays, trained.buffers, work, trained.loss)
-    for name, value in metrics.items():
-        content.metric_records[METRICS][name] = value
+    content = reply({**trained.arrays, **sent.message}, trained.buffers, work, trained.loss)
+    content.metric_records[METRICS].update(metrics)
     return content
-
-
-def _train(
-    work: ClientWork, problem: LocalProblem, kept: Kept, plan: RoundPlan, pull: Pull, metrics: dict[str, float]
-) -> Trained:
-    step = pulled_step(work.lr, plan.lam, work.settings.own.personal_lr)
-    if not plan.fitting:
-        return problem.descend(kept.model, pull, step)
-    trained, fit = problem.fit(work.arrays, pull, step)
-    metrics |= fit_metrics(fit)
-    return trained
 
 
 def _known(kept: Kept, plan: RoundPlan, stale: Stale) -> Arrays | None:

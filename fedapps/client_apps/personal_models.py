@@ -7,19 +7,22 @@ whose store is lost: it says so in its reply (`fedapps.messages.schema.STORE_LOS
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.app import RecordDict
 
 import fedapps
+from fedapps.client_apps.problem import LocalProblem, Trained
 from fedapps.client_apps.work import ClientWork
-from fedapps.errors import MessageError
-from fedapps.messages.schema import Arrays
+from fedapps.errors import MessageError, TaskError
+from fedapps.messages.schema import METRICS, STEP_LIMIT, STORE_LOST, Arrays
+from fedapps.personalization.proximal import safe_step, unstable_step
 from fedapps.results.storage import save_arrays, sync_file, to_json, write_atomically
-from fedapps.tasks.base import measure
 
 MODEL = "personal/"
 KNOWN = "known/"
@@ -92,6 +95,57 @@ def save_personal(work: ClientWork, personal: PersonalModel) -> None:
     state |= {f"{KNOWN}{name}": value for name, value in (personal.known or {}).items()}
     state[GENERATION] = np.array(personal.generation, dtype=np.int64)
     work.store.save(work.server_round, state, last_folded=work.last_folded)
+
+
+@contextmanager
+def stable_step(work: ClientWork, problem: LocalProblem, lam: float, step: float) -> Iterator[dict[str, float]]:
+    """Watch whether descent on the loss with a pull is stable: a step of ``2/(L + lambda)`` or more is not.
+
+    A client estimates ``L`` in its first round only: it costs six gradients, which training does not need.
+
+    Args:
+        work: The round.
+        problem: The client's local problem.
+        lam: ``lambda``.
+        step: The step of the personal model.
+
+    Yields:
+        The metric `STEP_LIMIT` if the step is not below it.
+
+    Raises:
+        TaskError: The training inside diverged; the message says so if the step was not below the limit.
+    """
+    limit = np.inf
+    if not work.last_folded:
+        limit = 2 * safe_step(problem.rough_curvature(work.arrays, problem.names), lam)
+    if step < limit:
+        yield {}
+        return
+    try:
+        yield {STEP_LIMIT: limit}
+    except TaskError as error:
+        raise TaskError(f"{error}; {unstable_step(limit)}") from error
+
+
+def finish(
+    work: ClientWork, kept: Kept, personal: Trained, content: RecordDict, metrics: Mapping[str, float] | None = None
+) -> RecordDict:
+    """Keep the personal model that a round leaves, and complete the reply.
+
+    Args:
+        work: The round.
+        kept: What the client found at its start.
+        personal: The personal model after training.
+        content: The content of the reply.
+        metrics: Further metrics.
+
+    Returns:
+        The same content.
+    """
+    save_personal(work, PersonalModel({**personal.arrays, **personal.buffers}))
+    lost = {STORE_LOST: 1.0} if kept.lost else {}
+    content.metric_records[METRICS].update({**lost, **(metrics or {})})
+    return content
 
 
 def evaluate_model(work: ClientWork) -> dict[str, float]:
@@ -180,7 +234,7 @@ def _measure(work: ClientWork, arrays: Arrays, prefix: str) -> dict[str, float]:
     return {
         f"{prefix}{split}-{name}": value
         for split, data in (("validation", work.data.validation), ("test", work.data.test))
-        for name, value in measure(work.task, arrays, data, work.device).items()
+        for name, value in work.task.evaluate(arrays, data, work.device).items()
     }
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -273,8 +273,7 @@ def _header(work: ClientWork, base: str, theta: dict[str, torch.nn.Parameter]) -
 
 
 def _build(work: ClientWork) -> torch.nn.Module:
-    task: TorchTask = work.task  # type: ignore[assignment]  # the registry admits torch tasks only
-    return task.initial_module(work.device)
+    return cast("TorchTask", work.task).initial_module(work.device)
 
 
 def _base(work: ClientWork, header: Header) -> dict[str, Any]:

@@ -1,17 +1,21 @@
-r"""The local problem of a torch model: steps with a pull, curvature by Hessian-vector products, fits to halves of the data."""
+r"""The local problem of a torch model: the training loop, FOOF blocks, curvature by Hessian-vector products, fits to halves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from fedapps.client_apps.local_problem import Pull, Trained
-from fedapps.client_apps.torch_training import losses_of, prepare_model, read_model
+from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
 from fedapps.client_apps.work import ClientWork
+from fedapps.compute import generator
+from fedapps.curvature.foof import Estimate, FoofPreconditioner
+from fedapps.curvature.layers import model_layout
 from fedapps.errors import TaskError
 from fedapps.messages.schema import Arrays
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
@@ -19,77 +23,78 @@ from fedapps.personalization.pfedme import PFedMeConfig, local_step
 from fedapps.personalization.proximal import curvature_by_differences
 from fedapps.personalization.torch_proximal import add_proximal_gradient, largest_curvature
 from fedapps.tasks.base import Data
-from fedapps.tasks.torch_arrays import trainable_names
-from fedapps.tasks.torch_task import EVALUATION_BATCH, evaluation_mode
-
-if TYPE_CHECKING:
-    from fedapps.tasks.torch_task import TorchTask
+from fedapps.tasks.torch_arrays import array_tensor, module_arrays, trainable_names
+from fedapps.tasks.torch_task import EVALUATION_BATCH, TorchTask, evaluation_mode
 
 
-class TorchProblem:
-    """The local problem of a torch task; see `fedapps.client_apps.local_problem.LocalProblem`.
+class TorchProblem(LocalProblem):
+    """The local problem of a torch task.
 
     Args:
         work: The round.
         task: Its task.
-        arrays: A model of the task, for the names of its tensors.
     """
 
-    def __init__(self, work: ClientWork, task: TorchTask, arrays: Arrays) -> None:
-        self.names = tuple(trainable_names(task.module(arrays)))
+    def __init__(self, work: ClientWork, task: TorchTask) -> None:
         self._work = work
         self._task = task
 
-    def descend(self, start: Arrays, pull: Pull, step: float, examples: np.ndarray | None = None) -> Trained:
-        """Take the round's ``K`` steps of gradient descent.
+    @staticmethod
+    @override
+    def preconditioned(task: TorchTask) -> tuple[str, ...]:
+        return model_layout(task.build_model()).preconditioned
 
-        Args:
-            start: The model to start from.
-            pull: The pull on the personal tensors; the others take plain steps of the learning rate in force.
-            step: Step of the personal tensors.
-            examples: Indices of the examples to train on, for as many steps as with all; None for all.
+    @cached_property
+    @override
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._task.trainable_names())
 
-        Returns:
-            The model after the steps.
-        """
-        model = prepare_model(self._work, self._task, start)
-        optimizer = torch.optim.SGD(self._groups(model, pull, step), lr=step)
-        anchor = self._tensors(pull.anchor)
+    @override
+    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
+        model = self._model(start)
+        parameters = _trainable(model)
+        anchor = {n: array_tensor(pull.anchor[n], p) for n, p in parameters.items() if n in pull.anchor}
+        pulled = {"params": [p for n, p in parameters.items() if n in anchor], "lr": pull.step}
+        others = {"params": [p for n, p in parameters.items() if n not in anchor], "lr": self._work.lr}
+        optimizer = torch.optim.SGD([group for group in (pulled, others) if group["params"]])
 
-        def one_step() -> None:
+        def take_step() -> None:
             if pull.lam:
                 add_proximal_gradient(model, anchor, pull.lam)
             optimizer.step()
 
-        loss = losses_of(self._work, self._task, model, one_step, self._work.batches(examples))
-        return Trained(*read_model(model), loss)
+        return self._train(model, take_step, batches)
 
-    def _groups(self, model: nn.Module, pull: Pull, step: float) -> list[dict[str, object]]:
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        groups: list[dict[str, object]] = [
-            {"params": [p for name, p in trainable.items() if name in pull.anchor], "lr": step},
-            {"params": [p for name, p in trainable.items() if name not in pull.anchor], "lr": self._work.lr},
-        ]
-        return [group for group in groups if group["params"]]
+    @override
+    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
+        """Take ``K`` steps with FOOF blocks."""
+        work, own = self._work, self._work.settings.own
+        model = self._model(start)
+        foof = FoofPreconditioner(
+            model,
+            damping=own.damping,
+            estimate=Estimate(own.estimate),
+            decay=own.decay,
+            refresh=own.refresh,
+            max_rows=own.max_rows,
+            max_width=own.max_width,
+            factor_min_rows=factor_min_rows,
+            seed=int(generator(work.settings.seed, work.server_round, work.node.partition, 2).integers(2**63)),
+            where=work.where,
+        )
+        with foof:
+            if own.estimate == Estimate.FULL_PASS:
+                self._show_all(model, foof)
+            trained = self._train(model, lambda: foof.step(work.lr))
+        warn_of_damping(work, foof.added_damping)
+        return Preconditioned(trained.arrays, trained.buffers, trained.loss, foof.layout, foof.blocks)
 
-    def _tensors(self, arrays: Arrays) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(np.array(value)).to(self._work.device) for name, value in arrays.items()}
-
+    @override
     def move_with_copy(self, received: Arrays, theta: Arrays, config: PFedMeConfig) -> tuple[Trained, Trained]:
-        """Take pFedMe's local rounds.
-
-        Args:
-            received: The global model.
-            theta: The personal model to start from.
-            config: pFedMe's numbers.
-
-        Returns:
-            The local copy (with the buffers of the personal model, which alone sees data), and the personal model.
-        """
-        model = prepare_model(self._work, self._task, theta)
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        model = self._model(theta)
+        parameters = _trainable(model)
         optimizer = torch.optim.SGD(parameters.values(), lr=config.personal_lr)
-        local = self._tensors({name: received[name] for name in parameters})
+        local = {name: array_tensor(received[name], p) for name, p in parameters.items()}
         taken = 0
 
         def inner_step() -> None:
@@ -101,23 +106,34 @@ class TorchProblem:
                 for name, p in parameters.items():
                     local[name] = local_step(local[name], p.detach(), config.eta, config.lam)
 
-        loss = losses_of(self._work, self._task, model, inner_step, steps_a_batch=config.num_inner_steps)
-        personal = Trained(*read_model(model), loss)
-        return Trained({name: t.cpu().numpy() for name, t in local.items()}, personal.buffers, loss), personal
+        personal = self._train(model, inner_step, steps_a_batch=config.num_inner_steps)
+        copy = {name: tensor.cpu().numpy() for name, tensor in local.items()}
+        return Trained(copy, personal.buffers, personal.loss), personal
 
-    def largest_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:
-        """Estimate the greatest curvature of the loss by power iterations, on at most `EVALUATION_BATCH` examples.
+    @override
+    def fit(self, received: Arrays, pull: Pull) -> tuple[Trained, LocalFit]:
+        """Fit the client's data, and each half of it, by ``K`` steps; one example reports its whole step as noise."""
+        whole = self.descend(received, pull)
+        order = np.arange(self._work.num_examples)
+        halves = [
+            self.descend(received, pull, self._work.batches(half)).arrays
+            for half in (order[::2], order[1::2])
+            if len(half)
+        ]
+        fits = halves if len(halves) > 1 else [whole.arrays, received]
+        names = tuple(name for name in self.names if name in pull.anchor)
+        report = fit_of_folds(
+            [_flat(fit, names) for fit in fits],
+            [self._gradient({**received, **fit}, names, self._work.data.train) for fit in fits],
+            _flat(whole.arrays, names),
+            _flat(received, names),
+            self._work.num_examples,
+        )
+        return whole, report
 
-        Args:
-            arrays: The model at which it is estimated.
-            names: The tensors that it is about.
-
-        Returns:
-            The estimate.
-
-        Raises:
-            TaskError: The model cannot be differentiated twice.
-        """
+    @override
+    def largest_curvature(self, arrays: Arrays, names: Sequence[str]) -> float:
+        """Estimate ``L`` by power iterations, in evaluation mode, on at most `EVALUATION_BATCH` examples."""
         model = self._task.module(arrays, self._work.device)
         parameters = dict(model.named_parameters())
         examples = self._work.data.train.take(np.arange(min(self._work.num_examples, EVALUATION_BATCH)))
@@ -135,51 +151,127 @@ class TorchProblem:
                 do="set fedclup.gamma-rule=average or a number for fedclup.gamma, which need no curvature",
             ) from error
 
-    def rough_curvature(self, arrays: Arrays, names: tuple[str, ...]) -> float:
-        """Estimate ``L`` by differences of gradients, in evaluation mode, as `LocalProblem.rough_curvature` says."""
+    @override
+    def least_curvature(self, arrays: Arrays) -> None:
+        return None
+
+    @override
+    def rough_curvature(self, arrays: Arrays, names: Sequence[str]) -> float:
+        """Estimate ``L`` by differences of gradients, in evaluation mode."""
         batch = self._work.data.train.take(next(self._work.batches()))
         return curvature_by_differences(
             lambda theta: self._gradient({**arrays, **_shaped(theta, arrays, names)}, names, batch),
             _flat(arrays, names),
         )
 
-    def fit(self, received: Arrays, pull: Pull, step: float) -> tuple[Trained, LocalFit]:
-        """Fit the client's data, and each half of it, by the round's ``K`` steps.
+    def _model(self, arrays: Arrays) -> nn.Module:
+        """Build the model that training starts from, and seed torch for the round."""
+        model = self._task.module(arrays, self._work.device)
+        torch.manual_seed(self._work.torch_seed)
+        return model.train()
+
+    def _train(
+        self,
+        model: nn.Module,
+        take_step: Callable[[], object],
+        batches: Iterable[np.ndarray] | None = None,
+        steps_a_batch: int = 1,
+    ) -> Trained:
+        """Run batches forward, backward, step.
 
         Args:
-            received: The model to start from.
-            pull: A weak pull to it.
-            step: Step of the personal tensors.
+            model: The model; gradients are cleared before each backward pass.
+            take_step: Takes one step from the gradients that are in the model.
+            batches: Indices of the batches; None for those of the round.
+            steps_a_batch: Steps on each batch, which is drawn and augmented once for all of them.
 
         Returns:
-            The fit to all the data, and its report. A client of one example reports its whole step as noise.
-        """
-        whole = self.descend(received, pull, step)
-        order = np.arange(self._work.num_examples)
-        halves = [self.descend(received, pull, step, half).arrays for half in (order[::2], order[1::2]) if len(half)]
-        fits = halves if len(halves) > 1 else [whole.arrays, received]
-        names = tuple(pull.anchor)
-        report = fit_of_folds(
-            [_flat(fit, names) for fit in fits],
-            [self._gradient({**received, **fit}, names, self._work.data.train) for fit in fits],
-            _flat(whole.arrays, names),
-            _flat(received, names),
-            self._work.num_examples,
-        )
-        return whole, report
+            The model; its loss is the mean over examples, each batch at the parameters before each of its steps.
 
-    def _gradient(self, arrays: Arrays, names: tuple[str, ...], data: Data) -> np.ndarray:
+        Raises:
+            TaskError: The loss is not finite.
+        """
+        work, total, seen = self._work, 0.0, 0
+        drawn = self._augmented(work.batches() if batches is None else batches)
+        for k, batch in enumerate(batch for batch in drawn for _ in range(steps_a_batch)):
+            model.zero_grad(set_to_none=True)
+            loss = self._loss(model, batch)
+            if not torch.isfinite(loss):
+                raise TaskError(
+                    f"{work.where}, round {work.server_round}, local step {k}",
+                    expected="a finite loss",
+                    got=str(float(loss.detach())),
+                    do="lower the learning rate, or check the client's data",
+                )
+            torch.autograd.backward(loss)
+            take_step()
+            total += float(loss.detach()) * len(batch)
+            seen += len(batch)
+        return Trained(*read_model(model), total / seen)
+
+    def _augmented(self, batches: Iterable[np.ndarray]) -> Iterator[Data]:
+        random = self._work.augmentation()
+        return (self._task.augment(self._work.data.train.take(indices), random) for indices in batches)
+
+    def _loss(self, model: nn.Module, batch: Data) -> Tensor:
+        # Copied for every step: a module may write into its inputs.
+        inputs, targets = self._task.tensors(batch, self._work.device)
+        with _batch_norm_fits(model, len(batch)):
+            return self._task.loss(model, inputs, targets)
+
+    def _show_all(self, model: nn.Module, foof: FoofPreconditioner) -> None:
+        """Show all of the client's examples to the preconditioner, in order."""
+        n = self._work.num_examples
+        size = min(self._work.settings.batch_size or n, n)
+        with foof.full_pass():
+            for batch in self._augmented(np.arange(start, min(start + size, n)) for start in range(0, n, size)):
+                self._loss(model, batch)
+
+    def _gradient(self, arrays: Arrays, names: Sequence[str], data: Data) -> np.ndarray:
         """Compute the gradient of the mean loss over some examples, in evaluation mode."""
         model = self._task.module(arrays, self._work.device)
         with evaluation_mode(model):
-            for start in range(0, len(data), EVALUATION_BATCH):
-                batch = data.take(np.arange(start, min(start + EVALUATION_BATCH, len(data))))
+            for indices in self._task.evaluation_batches(data):
+                batch = data.take(indices)
                 loss = self._task.loss(model, *self._task.tensors(batch, self._work.device))
-                (loss * (len(batch) / len(data))).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(loss * (len(batch) / len(data)))
         gradients = {
             name: np.zeros(p.shape) if p.grad is None else p.grad.cpu().numpy() for name, p in model.named_parameters()
         }
         return _flat(gradients, names)
+
+
+def read_model(model: nn.Module) -> tuple[Arrays, Arrays]:
+    """Read a model after training.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Trainable tensors by name, and buffers by name.
+    """
+    arrays = module_arrays(model)
+    trainable = {name: arrays.pop(name) for name in trainable_names(model)}
+    return trainable, arrays
+
+
+@contextmanager
+def _batch_norm_fits(model: nn.Module, batch_size: int) -> Iterator[None]:
+    """Let batch normalisation use its running statistics for a batch of one example, which has no variance."""
+    frozen = []
+    if batch_size == 1:
+        frozen = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    for module in frozen:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in frozen:
+            module.train()
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _flat(arrays: Arrays, names: Iterable[str]) -> np.ndarray:

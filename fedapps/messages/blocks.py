@@ -39,7 +39,7 @@ def pack_blocks(
     Args:
         blocks: What it has for every layer of the layout, in that order.
         layout: Which parameters the blocks cover.
-        trainable: Its other trainable tensors.
+        trainable: Its trainable tensors; those that a block covers are left out.
         buffers: Its buffers.
         metrics: The metrics record.
 
@@ -53,7 +53,7 @@ def pack_blocks(
         tags[FACTORS] = json.dumps(factors)
     content = RecordDict(
         {
-            ARRAYS: pack_arrays(trainable),
+            ARRAYS: pack_arrays({k: v for k, v in trainable.items() if k not in layout.preconditioned}),
             PRODUCTS: pack_arrays({block.spec.layer: block.product for block in blocks}),
             CURVATURE: pack_arrays({block.spec.layer: block.curvature for block in blocks}),
             LAYOUT: ConfigRecord(dict(tags)),
@@ -83,7 +83,7 @@ def read_layout(reply: Reply) -> Layout:
             reply.where,
             expected=f"a record '{LAYOUT}' that says which parameters its blocks cover",
             got=", ".join([*reply.records, *reply.entries]) or "a model",
-            do="reply with fedapps.client_apps.second_order.fedpm_reply",
+            do="reply with fedapps.client_apps.fedpm.fedpm_reply",
         )
     return layout_from_json(str(tags[LAYOUT]), reply.where)
 
@@ -149,5 +149,5 @@ def _check_dtype(block: Block, wire: WireDtype | None, where: str) -> None:
             block.spec.where(where),
             expected=f"P in {'bfloat16 patterns (uint16)' if 'u2' in kinds else 'float32 or float64'}, M in floats",
             got=f"{block.curvature.dtype} and {block.product.dtype}",
-            do="reply with fedapps.client_apps.second_order.fedpm_reply",
+            do="reply with fedapps.client_apps.fedpm.fedpm_reply",
         )

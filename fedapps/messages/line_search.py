@@ -68,6 +68,6 @@ def read_losses(answer: Reply, num_steps: int) -> list[float]:
             f"{answer.where}, entry '{LOSSES}' of record '{LINE_SEARCH}'",
             expected=f"{num_steps + 1} numbers, the first finite",
             got=repr(losses)[:200],
-            do="reply with fedapps.client_apps.second_order.losses_along",
+            do="reply with fedapps.client_apps.localnewton.losses_along",
         )
     return [float(loss) for loss in losses]

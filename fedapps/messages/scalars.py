@@ -145,7 +145,7 @@ def read_scalars(reply: Reply, server_round: int, shape: tuple[int, int]) -> Sca
             reply.where,
             expected=f"'values' in record '{SCALARS}'",
             got=got if need is None else f"that it lacks the journal from round {need}",
-            do="use fedapps.client_apps.zeroth_order.train",
+            do="use fedapps.client_apps.hiso.train",
         )
     if entries.get(SERVER_ROUND) != server_round:
         got, do = f"round {entries.get(SERVER_ROUND)!r}", "answer the last message only"

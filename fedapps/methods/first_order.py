@@ -54,7 +54,7 @@ _method = partial(
     travels_down="model",
     travels_up="model",
     client_state="none",
-    client="fedapps.client_apps.first_order:train",
+    client="fedapps.client_apps.fedavg:train",
     tuned=_TUNED,
 )
 
@@ -85,7 +85,7 @@ METHODS: tuple[Method, ...] = (
         title="FedProx",
         paper="Li et al., MLSys 2020, arXiv 1812.06127",
         strategy="fedapps.strategies.fedprox:FedProx",
-        client="fedapps.client_apps.first_order:train_fedprox",
+        client="fedapps.client_apps.fedprox:train",
         group="fedprox",
         own_settings=FedProxSettings,
         tuned={task: {**values, "mu": 0.01} for task, values in _TUNED.items()},

@@ -28,7 +28,7 @@ from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import Settings, flatten, learning_rate
 from fedapps.strategies.base import RoundStrategy
 from fedapps.strategies.exchange import exchange
-from fedapps.tasks.base import Task, measure
+from fedapps.tasks.base import Task
 from fedapps.tasks.from_settings import load_task_of
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _evaluate(state: _Run, server_round: int) -> None:
         f"{split}-{name}": value
         for split, part in (("validation", data.validation), ("test", data.test))
         if len(part)  # a model is built for each part
-        for name, value in measure(state.task, arrays, part, device).items()
+        for name, value in state.task.evaluate(arrays, part, device).items()
     }
     row = {"round": server_round, "phase": "evaluate", "seconds": time.monotonic() - started, **metrics}
     _write(state, row)

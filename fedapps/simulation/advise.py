@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedapps.client_apps.local_problem import LocalProblem, Pull, Trained, local_problem
+from fedapps.client_apps.problem import LocalProblem, Pull, Trained, local_problem
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.compute import pinned
 from fedapps.messages.schema import Arrays
@@ -24,13 +24,12 @@ from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Re
 from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.parts import personal_names
-from fedapps.personalization.proximal import curvature_range, pulled_step
+from fedapps.personalization.proximal import pulled_step
 from fedapps.results.settings_file import to_toml
 from fedapps.settings import Settings, default_config
 from fedapps.strategies.fedclup import MOST_FIT_ROUNDS
 from fedapps.strategies.rounds import sample_partitions
 from fedapps.tasks.base import Task
-from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
 from fedapps.tasks.from_settings import load_task_of
 
 EPS = 1e-6
@@ -224,13 +223,11 @@ def _fit(
         data=task.client_data(partition, num_clients), arrays=model, server_round=number, lr=settings.lr, last_folded=0,
         experiment="", run_dir="",
     )  # fmt: skip
-    problem: LocalProblem = local_problem(work, model)
+    problem = local_problem(work)
     names = personal_names(problem.names, settings.own.patterns)
-    pull = Pull({name: model[name] for name in names}, lam)
-    trained, fit = problem.fit(model, pull, pulled_step(settings.lr, lam, settings.own.personal_lr))
-    mu = None
-    if isinstance(task, ConvexTask):
-        mu = curvature_range(task.objective(work.data.train), trained.arrays[WEIGHTS])[0]
+    pull = Pull({name: model[name] for name in names}, lam, pulled_step(settings.lr, lam, settings.own.personal_lr))
+    trained, fit = problem.fit(model, pull)
+    mu = problem.least_curvature(trained.arrays)
     weight = float(work.num_examples) if settings.weighting == "examples" else 1.0
     return _ClientFit(names, trained, fit, problem, mu, weight)
 

@@ -2,7 +2,7 @@ r"""FedProx: FedAvg's server, by Flower's own strategy; the proximal term is the
 
 .. math:: \theta_i \approx \arg\min_w f_i(w) + \frac{\mu}{2} |w - \theta|^2, \qquad \theta' = \sum_i p_i \theta_i
 
-Li et al., MLSys 2020, arXiv 1812.06127, Algorithm 2. The client is in `fedapps.client_apps.first_order`.
+Li et al., MLSys 2020, arXiv 1812.06127, Algorithm 2. The client is in `fedapps.client_apps.fedprox`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class LocalTrain(RoundStrategy):
                 reply.where,
                 expected="metrics only",
                 got=f"{len(reply.arrays) + len(reply.buffers)} tensors",
-                do="use fedapps.client_apps.personalized.train_localtrain",
+                do="use fedapps.client_apps.localtrain.train",
             )
 
     @override

@@ -256,12 +256,13 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         """Measure a model.
 
         Args:
             arrays: The model, with the names of `initial_arrays`.
             data: Examples.
+            device: Where to compute; only models of torch can leave the CPU.
 
         Returns:
             ``loss`` and metrics, means over the examples; nothing if there are no examples.
@@ -370,19 +371,3 @@ class Task(ABC):
                 pool.targets, num_partitions, config.partition, config.seed, pool.columns
             )
         return self._parts[num_partitions]
-
-
-def measure(task: Task, arrays: Mapping[str, NDArray[Any]], data: Data, device: str) -> dict[str, float]:
-    """Measure a model on a device; only models of torch can leave the CPU.
-
-    Args:
-        task: The task.
-        arrays: The model, with the names of its `initial_arrays`.
-        data: Examples.
-        device: Where to compute.
-
-    Returns:
-        As `Task.evaluate`.
-    """
-    where = {"device": device} if task.kind is TaskKind.TORCH else {}
-    return task.evaluate(arrays, data, **where)

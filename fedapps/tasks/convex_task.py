@@ -96,7 +96,7 @@ class ConvexTask(Task):
         return {WEIGHTS: np.zeros(self._pool.inputs.shape[1])}
 
     @override
-    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         """Measure a weight vector.
 
         Returns:

@@ -102,7 +102,7 @@ class _SyntheticTask(ConvexTask):
         return dataclasses.replace(mine, test=test.take(own))
 
     @override
-    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         """Measure a weight vector.
 
         Returns:
@@ -146,7 +146,7 @@ class SyntheticLinearTask(_SyntheticTask):
         return fit_of_least_squares(np.asarray(data.inputs), data.targets, v, received, lam)
 
     @override
-    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data) -> dict[str, float]:
+    def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         """Measure a weight vector.
 
         Returns:

@@ -97,10 +97,23 @@ def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            # A copy, since torch cannot wrap read-only memory.
-            values = torch.from_numpy(np.array(arrays[name]))
-            is_pattern = tensor.dtype == torch.bfloat16 and values.dtype == torch.uint16
-            tensor.copy_(values.view(torch.bfloat16) if is_pattern else values)
+            tensor.copy_(array_tensor(arrays[name], tensor))
+
+
+def array_tensor(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    """Copy an array that travelled into a tensor.
+
+    Args:
+        array: As `module_arrays` gives it; read-only arrays are fine.
+        like: A tensor with the dtype and on the device of the result.
+
+    Returns:
+        The copy.
+    """
+    # A copy, since torch cannot wrap read-only memory.
+    values = torch.from_numpy(np.array(array))
+    is_pattern = like.dtype == torch.bfloat16 and values.dtype == torch.uint16
+    return (values.view(torch.bfloat16) if is_pattern else values).to(like)
 
 
 def _travelling(model: torch.nn.Module) -> dict[str, torch.Tensor]:

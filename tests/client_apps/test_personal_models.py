@@ -10,10 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import RecordDict
 
-from fedapps.client_apps.personal_models import PersonalModel, evaluate, export_personal, load_personal, save_personal
+from fedapps.client_apps.personal_models import (
+    PersonalModel,
+    evaluate,
+    export_personal,
+    finish,
+    load_personal,
+    save_personal,
+    stable_step,
+)
+from fedapps.client_apps.problem import Trained, local_problem
 from fedapps.client_apps.work import ClientWork, Node
-from fedapps.errors import MessageError
+from fedapps.errors import MessageError, TaskError
 from fedapps.methods import resolve_settings
 from fedapps.results.storage import load_arrays
 from fedapps.tasks import TaskConfig
@@ -100,3 +110,36 @@ def test_both_models_are_measured_and_the_personal_one_exported_after_the_last_r
     assert manifest["metrics"]["personal-test-accuracy"] == 1.0
     export_personal(work_of(tmp_path), {"weights": np.zeros(2)}, {})  # Written anew, nothing left aside.
     assert sorted(path.name for path in folder.iterdir()) == ["4.json", "4.safetensors"]
+
+
+def limit_of(work: ClientWork, lam: float) -> float:
+    """2/(L + lambda), with the client's own estimate of L."""
+    return 2 / (local_problem(work).rough_curvature(work.arrays, ("weights",)) + lam)
+
+
+def test_a_step_beyond_the_limit_is_reported_once_and_named_if_training_diverges(tmp_path: Path) -> None:
+    first = work_of(tmp_path, server_round=1, last_folded=0)
+    problem, limit = local_problem(first), limit_of(first, 0.5)
+    with stable_step(first, problem, 0.5, 0.99 * limit) as metrics:
+        assert metrics == {}
+    with stable_step(first, problem, 0.5, limit) as metrics:
+        assert metrics == {"step-limit": limit}
+    with pytest.raises(TaskError, match=r"^it diverged; .*2/\(L \+ lambda\)"), stable_step(first, problem, 0.5, limit):
+        raise TaskError("it diverged")
+    with pytest.raises(TaskError, match=r"^it diverged$"), stable_step(first, problem, 0.5, 0.1 * limit):
+        raise TaskError("it diverged")
+    with stable_step(work_of(tmp_path, last_folded=1), problem, 0.5, 10 * limit) as metrics:
+        assert metrics == {}
+
+
+def test_finishing_keeps_the_personal_model_and_says_that_the_old_one_was_lost(tmp_path: Path) -> None:
+    work = work_of(tmp_path)  # Its last folded reply left nothing here.
+    personal = Trained({"weights": np.array([7.0, 8.0])}, {}, 0.0)
+    content = RecordDict({"metrics": work.metrics(train_loss=0.5)})
+    finish(work, load_personal(work), personal, content, {"step-limit": 3.0})
+    assert dict(content["metrics"]) == {"num-examples": 2, "train-loss": 0.5, "store-lost": 1.0, "step-limit": 3.0}
+    after = work_of(tmp_path, server_round=3, last_folded=2)
+    assert load_personal(after).model["weights"].tolist() == [7.0, 8.0]
+    content = RecordDict({"metrics": work.metrics(train_loss=0.5)})
+    finish(after, load_personal(after), personal, content)
+    assert dict(content["metrics"]) == {"num-examples": 2, "train-loss": 0.5}

@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedapps.curvature.line_search import along
-from fedapps.records import pack_arrays, unpack_arrays
+from fedapps.messages import pack_arrays, unpack_arrays
 
 app = ClientApp()
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from flwr.app import RecordDict
 
-from fedapps.client_apps.first_order import train as train_first_order
+from fedapps.client_apps.fedavg import train as train_fedavg
 from fedapps.client_apps.work import ClientWork
 from fedapps.methods import Method
 from fedapps.tasks import Data, setting
@@ -111,7 +111,7 @@ class FailingSites(Sites):
 def train_with_memory(work: ClientWork) -> RecordDict:
     """Train as FedAvg, and keep a counter and a trace of the rounds in the client store."""
     state: dict[str, Any] = work.store.load(work.last_folded) or {"rounds": np.zeros(0, dtype=np.int64)}
-    content = train_first_order(work)
+    content = train_fedavg(work)
     content["metrics"]["remembered"] = float(len(state["rounds"]))
     content["metrics"]["last-round"] = float(state["rounds"][-1]) if len(state["rounds"]) else 0.0
     work.store.save(

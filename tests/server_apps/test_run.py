@@ -14,7 +14,7 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 
 from fedapps.client_apps import work
 from fedapps.errors import CheckpointError, RoundFailedError, SettingsError
-from fedapps.records import pack_arrays, unpack_arrays
+from fedapps.messages import pack_arrays, unpack_arrays
 from fedapps.server_apps import run
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
 from fedapps.errors import TaskError
-from fedapps.records import pack_arrays
+from fedapps.messages import pack_arrays
 from fedapps.strategies import (
     FedAdagrad,
     FedAdam,
@@ -23,7 +23,7 @@ from fedapps.strategies import (
     FedYogi,
     LocalNewton,
     PFedMe,
-    RoundOptions,
+    RoundSettings,
 )
 from fedapps.strategies.fedavg import FlowerStrategyMixin, _as_message
 
@@ -89,10 +89,10 @@ def our_round(
     strategy: FlowerStrategyMixin, server_round: int, model: dict[str, np.ndarray], replies: dict[int, RecordDict],
     order: list[int] | None = None,
 ) -> dict[str, np.ndarray] | None:  # fmt: skip
-    strategy.begin_round(server_round, model, list(replies))
+    strategy.rounds.begin(server_round, model, list(replies))
     for partition in order or list(replies):
         strategy.receive(partition, replies[partition])
-    return strategy.end_round()
+    return strategy.rounds.end()
 
 
 @every_strategy
@@ -123,7 +123,7 @@ def test_uniform_weights_are_flowers_with_equal_numbers_of_examples(name: str) -
     ours, theirs, arguments = OURS[name]
     model = start_model()
     models = {p: trained(model, 1, p) for p in SIZES}
-    options = RoundOptions(weighting="uniform")
+    options = RoundSettings(weighting="uniform")
     new = our_round(ours(options=options, **arguments), 1, model, {p: content(models[p], SIZES[p]) for p in SIZES})
     expected = flower_round(theirs(**arguments), 1, model, {p: content(models[p], 1) for p in SIZES})
     assert new is not None
@@ -165,7 +165,7 @@ def test_a_refused_round_leaves_the_state_as_it_was(name: str) -> None:
     ours, _, arguments = OURS[name]
 
     def run(*, with_refused_round: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        strategy = ours(options=RoundOptions(min_replies=2), **arguments)
+        strategy = ours(RoundSettings(min_replies=2), **arguments)
         model = start_model()
         for server_round in (1, 2, 3):
             if server_round == 2 and not with_refused_round:
@@ -224,15 +224,15 @@ def test_a_client_with_other_buffers_is_refused() -> None:
     split = {k: v for k, v in plain.items() if k != "mask"}
     new = our_round(strategy, 1, model, {0: content(plain, 10), 1: content(split, 10, {"mask": plain["mask"]})})
     assert new is not None
-    assert strategy.report.folded == [0]
-    assert "as from the other clients" in strategy.report.refused[1]
+    assert strategy.rounds.report.folded == [0]
+    assert "as from the other clients" in strategy.rounds.report.refused[1]
 
 
 def test_the_summary_tells_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
     logger = __import__("logging").getLogger("flwr")
     logger.addHandler(caplog.handler)
     try:
-        FedAdam(options=RoundOptions(seed=7), eta=0.05).summary()
+        FedAdam(RoundSettings(seed=7), eta=0.05).summary()
     finally:
         logger.removeHandler(caplog.handler)
     assert "seed=7" in caplog.text
@@ -242,7 +242,7 @@ def test_the_summary_tells_the_arguments(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize("kind", [FedAvg, FedAdam, FedPM, LocalNewton, PFedMe, FedCLUP], ids=lambda kind: kind.__name__)
 def test_a_model_in_bfloat16_is_refused_also_under_flowers_own_loop(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It travels as patterns, of which every mean is nonsense."""
-    made = kind(options=RoundOptions())
+    made = kind(RoundSettings())
     monkeypatch.setattr(made.roster, "refresh", lambda grid: None)
     made.roster.node_of, made.roster.num_partitions = {0: 70, 1: 71}, 2
     model = pack_arrays({"w": np.ones(3, np.float32), "half": np.full(3, 0x3F80, np.uint16)})

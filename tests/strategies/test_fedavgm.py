@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flwr.app import MetricRecord, RecordDict
 
+from fedapps.messages import pack_arrays
 from fedapps.methods.first_order import FedAvgMSettings
-from fedapps.records import pack_arrays
 from fedapps.strategies import FedAvg, FedAvgM
 from fedapps.strategies.fedavg import FlowerStrategyMixin
 
@@ -16,10 +16,10 @@ def step(
     strategy: FlowerStrategyMixin, server_round: int, model: dict[str, np.ndarray], delta: float
 ) -> dict[str, np.ndarray]:
     """One round with one client, whose model is ``delta`` larger."""
-    strategy.begin_round(server_round, model, [0])
+    strategy.rounds.begin(server_round, model, [0])
     trained = {name: value + value.dtype.type(delta) for name, value in model.items()}
     strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}))
-    new = strategy.end_round()
+    new = strategy.rounds.end()
     assert new is not None
     return new
 

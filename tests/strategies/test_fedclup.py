@@ -11,13 +11,13 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 import fedapps
 from fedapps.errors import RosterError, SettingsError
+from fedapps.messages import pack_arrays
+from fedapps.messages.node_facts import NodeFacts
+from fedapps.messages.plans import AskedCurvature, RoundPlan
 from fedapps.personalization.choose_lambda import ChoiceConfig
 from fedapps.personalization.fedclup import Stale
-from fedapps.records import pack_arrays
-from fedapps.strategies import FedCLUP, RoundOptions
+from fedapps.strategies import FedCLUP, RoundSettings
 from fedapps.strategies.fedclup import MOST_FIT_ROUNDS, FedClupOptions
-from fedapps.strategies.fedclup_plan import AskedCurvature, RoundPlan
-from fedapps.strategies.roster import NodeFacts
 
 SIZES = [10, 30, 60]
 MODEL = {"w": np.array([1.0, -2.0]), "shared": np.array([0.5]), "counter": np.array(0)}
@@ -25,7 +25,7 @@ OWN = FedClupOptions(lam=0.5, gamma=1.2, patterns=("w",))
 
 
 def strategy_of(own: FedClupOptions = OWN, sizes: list[int] = SIZES, **options: Any) -> FedCLUP:
-    strategy = FedCLUP(options=RoundOptions(**options), own=own)
+    strategy = FedCLUP(RoundSettings(**options), own=own)
     strategy.roster.num_partitions = len(sizes)
     strategy.roster.facts = {
         i: NodeFacts(i, len(sizes), n, fedapps.__version__, "fedclup", "cpu", ()) for i, n in enumerate(sizes)
@@ -47,10 +47,10 @@ def reply_of(change: Any, *, shared: float = 0.0, num_examples: int = 1, **metri
 def one_round(
     strategy: FedCLUP, replies: dict[int, RecordDict], model: dict[str, np.ndarray] | None = None, number: int = 1
 ) -> dict[str, np.ndarray]:
-    strategy.begin_round(number, MODEL if model is None else model, list(replies))
+    strategy.rounds.begin(number, MODEL if model is None else model, list(replies))
     for partition, reply in replies.items():
         strategy.receive(partition, reply)
-    new = strategy.end_round()
+    new = strategy.rounds.end()
     assert new is not None
     return new
 
@@ -110,8 +110,8 @@ def test_a_lost_store_voids_the_sum_and_opens_a_new_generation() -> None:
     lost = {0: reply_of([5.0, 5.0]), 1: reply_of([9.0, 9.0], store_lost=1.0), 2: reply_of([7.0, 7.0], shared=3.0)}
     same = one_round(strategy, lost, new, 2)
     assert same["w"].tobytes() == new["w"].tobytes()
-    assert strategy.report.folded == [0, 1, 2]
-    assert strategy.report.notes[0].startswith("client 1 has lost what it kept since round 1")
+    assert strategy.rounds.report.folded == [0, 1, 2]
+    assert strategy.rounds.report.notes[0].startswith("client 1 has lost what it kept since round 1")
     assert plan_of(strategy, 0).generation == 1
     after = one_round(strategy, {2: reply_of([1.0, 0.0])}, same, 3)
     np.testing.assert_allclose(after["w"], same["w"] - 0.6 * 0.6 * np.array([1.0, 0.0]), rtol=1e-14)
@@ -138,9 +138,9 @@ def test_a_round_below_the_quorum_changes_no_sum_and_makes_nobody_heard_of(stale
     strategy, other = (strategy_of(dataclasses.replace(OWN, stale=stale), min_replies=2) for _ in range(2))
     for s in (strategy, other):
         new = one_round(s, {i: reply_of([1.0, 2.0]) for i in (1, 2)})
-    strategy.begin_round(2, new, [0, 1])
+    strategy.rounds.begin(2, new, [0, 1])
     strategy.receive(0, reply_of([4.0, 4.0]))
-    assert strategy.end_round() is None
+    assert strategy.rounds.end() is None
     replies = {0: reply_of([0.5, 0.0]), 2: reply_of([0.0, 0.5])}
     assert one_round(strategy, replies, new, 3)["w"].tobytes() == one_round(other, replies, new, 3)["w"].tobytes()
 
@@ -170,7 +170,7 @@ def test_gamma_follows_its_rule_with_the_greatest_curvature(
     assert plan_of(strategy, 1).curvature is asked
     curvature = {0: 1.0, 1: 4.0, 2: 2.0}
     one_round(strategy, {i: reply_of([0.1, 0.1], largest_curvature=curvature[i]) for i in sampled})
-    assert strategy.report.values["gamma"] == pytest.approx(expected, rel=1e-14)
+    assert strategy.rounds.report.values["gamma"] == pytest.approx(expected, rel=1e-14)
     assert plan_of(strategy, 1).curvature is AskedCurvature.NOTHING
     assert plan_of(strategy, 2).curvature is (AskedCurvature.NOTHING if 2 in sampled else asked)
 
@@ -180,10 +180,10 @@ def test_a_step_of_plain_averaging_is_warned_of_too() -> None:
     own = FedClupOptions(lam=0.5, gamma_rule="average", patterns=("w",), personal_lr=100.0)
     strategy = strategy_of(own)
     new = one_round(strategy, {i: reply_of([0.1, 0.1], largest_curvature=4.0) for i in range(3)})
-    (note,) = strategy.report.notes
+    (note,) = strategy.rounds.report.notes
     assert "local step eta = 100 is unstable: it is not below 2/(L + lambda) = 0.444444" in note
     one_round(strategy, {i: reply_of([0.1, 0.1]) for i in range(3)}, new, 2)
-    assert not strategy.report.notes
+    assert not strategy.rounds.report.notes
 
 
 def test_a_gamma_that_reuse_of_models_cannot_bear_is_refused() -> None:
@@ -212,7 +212,7 @@ def test_lambda_is_chosen_from_the_fits_and_the_model_moves_to_their_mean() -> N
     R2 = 1.5 * 8 / 9 - 0.01
     assert strategy.lam == pytest.approx(0.2 * 2 / (20 * R2), rel=1e-12)
     assert not strategy.choosing
-    assert "by the rule" in strategy.report.notes[0]
+    assert "by the rule" in strategy.rounds.report.notes[0]
     assert len(strategy.sample(2)) == 1
     # The fits are not in the sum that follows.
     again = one_round(strategy, {0: reply_of([3.0, 0.0])}, new, 2)
@@ -230,7 +230,7 @@ def test_an_undecided_choice_is_repeated_and_ends_with_the_fixed_lambda() -> Non
         model = one_round(strategy, far, model, number)
     assert not strategy.choosing
     assert strategy.lam == 0.5
-    assert "not decided after 3 rounds" in strategy.report.notes[-1]
+    assert "not decided after 3 rounds" in strategy.rounds.report.notes[-1]
 
 
 def test_one_surviving_reply_of_three_decides_no_lambda() -> None:
@@ -238,8 +238,8 @@ def test_one_surviving_reply_of_three_decides_no_lambda() -> None:
     strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3, upper=10.0)), [20, 20, 20])
     one_round(strategy, {1: fit_of((1, 0))})
     assert strategy.choosing
-    assert "not decided" in strategy.report.notes[0]
-    assert "nobody to share with" not in strategy.report.notes[0]
+    assert "not decided" in strategy.rounds.report.notes[0]
+    assert "nobody to share with" not in strategy.rounds.report.notes[0]
     assert strategy.sample(2) == [0, 1, 2]
     assert plan_of(strategy, 0).fitting
     one_round(strategy, {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])}, number=2)
@@ -251,13 +251,13 @@ def test_a_client_that_is_alone_trains_alone() -> None:
     strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3)), [20])
     one_round(strategy, {0: fit_of((1, 0))})
     assert (strategy.choosing, strategy.lam) == (False, 1e-3)
-    assert "a single client has nobody to share with" in strategy.report.notes[0]
+    assert "a single client has nobody to share with" in strategy.rounds.report.notes[0]
 
 
 def test_a_fit_without_its_scalars_is_refused() -> None:
     strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig()), [20, 20, 20])
     one_round(strategy, {0: fit_of((1, 0)), 1: reply_of([1.0, 0.0]), 2: fit_of((0, 1))})
-    assert "expected the scalars of a local fit, got none called fit-distance2" in strategy.report.refused[1]
+    assert "expected the scalars of a local fit, got none called fit-distance2" in strategy.rounds.report.refused[1]
 
 
 @pytest.mark.parametrize(
@@ -286,4 +286,4 @@ def test_replies_of_other_personal_parts_are_refused() -> None:
     other["arrays"] = pack_arrays({"w": np.array([1.0, 0.0])})
     other["buffers"] = pack_arrays({"shared": np.array([0.0]), "counter": np.array(0)})
     one_round(strategy, {0: reply_of([1.0, 0.0]), 1: other})
-    assert "personal tensors: expected ['w', 'shared'] as from the other clients" in strategy.report.refused[1]
+    assert "personal tensors: expected ['w', 'shared'] as from the other clients" in strategy.rounds.report.refused[1]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flwr.app import MetricRecord, RecordDict
 
+from fedapps.messages import pack_arrays
 from fedapps.methods.first_order import FedAdagradSettings, FedOptSettings
-from fedapps.records import pack_arrays
 from fedapps.strategies import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedopt import FedOptMixin
 
@@ -21,10 +21,10 @@ FIRST, SECOND = 1.0, 2.0
 def two_steps(strategy: FedOptMixin) -> list[float]:
     model, values = {"x": np.zeros(1)}, []
     for server_round, delta in enumerate((FIRST, SECOND), start=1):
-        strategy.begin_round(server_round, model, [0])
+        strategy.rounds.begin(server_round, model, [0])
         trained = {"x": model["x"] + delta}
         strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}))
-        new = strategy.end_round()
+        new = strategy.rounds.end()
         assert new is not None
         model = new
         values.append(float(model["x"][0]))
@@ -68,10 +68,10 @@ def test_two_steps_of_fedadagrad() -> None:
 
 def test_a_zero_difference_moves_nothing() -> None:
     for strategy in (FedAdam(), FedYogi(), FedAdagrad()):
-        strategy.begin_round(1, {"x": np.ones(2, np.float32)}, [0])
+        strategy.rounds.begin(1, {"x": np.ones(2, np.float32)}, [0])
         reply = {"arrays": pack_arrays({"x": np.ones(2, np.float32)}), "metrics": MetricRecord({"num-examples": 1})}
         strategy.receive(0, RecordDict(reply))
-        new = strategy.end_round()
+        new = strategy.rounds.end()
         assert new is not None
         assert new["x"].tolist() == [1, 1]
 

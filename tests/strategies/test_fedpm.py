@@ -14,8 +14,8 @@ from fedapps.curvature.blocks import WireDtype, factor_block, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout, to_matrix
 from fedapps.curvature.packing import pack_upper, unpack_upper
 from fedapps.errors import RoundFailedError
-from fedapps.records import pack_arrays, payload_bytes, unpack_arrays
-from fedapps.strategies import FedAvg, FedPM, LocalNewton, RoundOptions
+from fedapps.messages.schema import pack_arrays, payload_bytes, unpack_arrays
+from fedapps.strategies import FedAvg, FedPM, LocalNewton, RoundSettings
 
 SPEC = BlockSpec("fc", ("fc.weight", "fc.bias"), 3, 5)
 LAYOUT = Layout((SPEC,), {"scale": "a free parameter"})
@@ -59,10 +59,10 @@ def reply_of(model: dict[str, np.ndarray], P: np.ndarray, num_examples: int = 1)
 
 
 def mix(strategy: FedPM, replies: dict[int, RecordDict], order: list[int] | None = None) -> dict[str, np.ndarray]:
-    strategy.begin_round(1, MODEL, list(replies))
+    strategy.rounds.begin(1, MODEL, list(replies))
     for partition in order or list(replies):
         strategy.receive(partition, replies[partition])
-    new = strategy.end_round()
+    new = strategy.rounds.end()
     assert new is not None
     return new
 
@@ -87,7 +87,7 @@ def test_the_result_is_the_papers_preconditioned_mixing() -> None:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_equal_curvature_gives_the_mean_of_fedavg_and_localnewton(weighting: str) -> None:
-    options = RoundOptions(weighting=weighting)  # type: ignore[arg-type]
+    options = RoundSettings(weighting=weighting)  # type: ignore[arg-type]
     models, P = [trained(i) for i in range(3)], curvature(7)
     new = mix(FedPM(options=options), {i: reply_of(models[i], P, SIZES[i]) for i in range(3)})
     plain = {
@@ -205,8 +205,8 @@ def test_a_client_without_a_block_takes_part_with_the_identity(order: list[int])
         np.testing.assert_allclose(matrix(new), mixed(models, Ps, SIZES), rtol=1e-5, atol=1e-5)
         scale = sum(n * m["scale"].astype(np.float64) for n, m in zip(SIZES, models, strict=True)) / 100
         np.testing.assert_allclose(new["scale"], scale, rtol=1e-6)
-        assert strategy.report.folded == [0, 1, 2]
-        assert strategy.report.notes == [f"layer 'fc': no block from client {without}, mixed with P = I"]
+        assert strategy.rounds.report.folded == [0, 1, 2]
+        assert strategy.rounds.report.notes == [f"layer 'fc': no block from client {without}, mixed with P = I"]
         assert list(new) == list(MODEL)
 
 
@@ -225,8 +225,8 @@ def test_a_layer_without_input_on_a_client_takes_part_with_its_damping() -> None
     }
     strategy = FedPM()
     np.testing.assert_allclose(matrix(mix(strategy, replies)), mixed(models, Ps, SIZES), rtol=1e-5, atol=1e-5)
-    assert strategy.report.folded == [0, 1, 2]
-    assert re.search("layer 'fc': no input on clients 1, 2", strategy.report.notes[0])
+    assert strategy.rounds.report.folded == [0, 1, 2]
+    assert re.search("layer 'fc': no input on clients 1, 2", strategy.rounds.report.notes[0])
 
 
 @pytest.mark.parametrize("damping", [0.25, 0.0])
@@ -260,10 +260,10 @@ def test_each_group_and_each_piece_of_a_cut_layer_is_mixed_by_itself() -> None:
         ends.append(to_matrix(end, spec))
         tiles.append(Ps)
     strategy = FedPM()
-    strategy.begin_round(1, model, [0, 1])
+    strategy.rounds.begin(1, model, [0, 1])
     for i, content in replies.items():
         strategy.receive(i, content)
-    new = strategy.end_round()
+    new = strategy.rounds.end()
     assert new is not None
     for number, (rows, columns) in enumerate(spec.tiles):
         P, Q = tiles[0][number], tiles[1][number]
@@ -371,8 +371,8 @@ def test_a_malformed_reply_is_refused_and_leaves_the_sums_alone(
     change(bad)
     strategy = FedPM()
     new = mix(strategy, {**good, 1: bad})
-    assert re.search(re.escape(match), strategy.report.refused[1]), strategy.report.refused[1]
-    assert strategy.report.folded == [0, 2]
+    assert re.search(re.escape(match), strategy.rounds.report.refused[1]), strategy.rounds.report.refused[1]
+    assert strategy.rounds.report.folded == [0, 2]
     without = mix(FedPM(), good)
     assert all(new[n].tobytes() == v.tobytes() for n, v in without.items())
 
@@ -380,16 +380,16 @@ def test_a_malformed_reply_is_refused_and_leaves_the_sums_alone(
 def test_a_block_that_is_zero_on_every_client_is_an_error_that_names_it() -> None:
     """A08 (b), (c): with damping the block would be the plain mean; without it there is nothing to divide by."""
     strategy = FedPM()
-    strategy.begin_round(1, MODEL, [0])
+    strategy.rounds.begin(1, MODEL, [0])
     strategy.receive(0, reply_of(MODEL, np.zeros((5, 5))))
     with pytest.raises(ArithmeticError, match=r"layer 'fc', server: .*set a damping > 0"):
-        strategy.end_round()
+        strategy.rounds.end()
 
 
 def test_no_reply_leaves_the_model() -> None:
-    strategy = FedPM(options=RoundOptions(max_consecutive_failed_rounds=2))
-    strategy.begin_round(1, MODEL, [0])
-    assert strategy.end_round() is None
-    strategy.begin_round(2, MODEL, [0])
+    strategy = FedPM(RoundSettings(max_consecutive_failed_rounds=2))
+    strategy.rounds.begin(1, MODEL, [0])
+    assert strategy.rounds.end() is None
+    strategy.rounds.begin(2, MODEL, [0])
     with pytest.raises(RoundFailedError, match="failure 2 in a row"):
-        strategy.end_round()
+        strategy.rounds.end()

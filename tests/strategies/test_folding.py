@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from fedapps.records import pack_arrays
+from fedapps.messages import pack_arrays
 from fedapps.strategies import folding
 from fedapps.strategies.folding import OrderedFold
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedapps.strategies.scalar_options import ScalarOptions
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from fedapps.errors import CheckpointError, MessageError, RoundFailedError, SettingsError
+from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
-from fedapps.records import pack_arrays
+from fedapps.settings import RoundSettings
 from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.kept_journal import KeptJournal
-from fedapps.strategies.options import RoundOptions
-from fedapps.strategies.scalar_options import ScalarOptions
 from fedapps.zeroth_order.aggregate import Aggregation
 from fedapps.zeroth_order.errors import JournalError
 from fedapps.zeroth_order.journal import Journal
@@ -45,9 +45,7 @@ def strategy(method: str = "hiso", path: Path | None = None, **other: Any) -> Hi
         scheme=Scheme(11, method), tau=TAU, num_probes=P, nu=0.0 if method == "decomfl" else 0.1,
         momentum=0.5 if method == "hiso-momentum" else None, fingerprint_every=2,
     )  # fmt: skip
-    made = HiSo(
-        options=RoundOptions(weighting="uniform", max_consecutive_failed_rounds=9), scalars=replace(options, **other)
-    )
+    made = HiSo(RoundSettings(weighting="uniform", max_consecutive_failed_rounds=9), scalars=replace(options, **other))
     made.open_journal(MODEL, ["w", "b"], base="test", path=path)
     made._lr = 0.1
     return made
@@ -59,10 +57,10 @@ def kept(made: HiSo) -> KeptJournal:
 
 
 def play(made: HiSo, server_round: int, values: dict[int, Any]) -> Any:
-    made.begin_round(server_round, {}, range(3))
+    made.rounds.begin(server_round, {}, range(3))
     for partition, content in values.items():
         made.receive(partition, content if isinstance(content, RecordDict) else reply(server_round, content))
-    new = made.end_round()
+    new = made.rounds.end()
     made.settle()
     return new
 
@@ -132,8 +130,8 @@ MALFORMED = {
 def test_a_malformed_reply_is_named_and_the_others_count(content: RecordDict, match: str) -> None:
     made, without = strategy(), strategy()
     play(made, 1, {0: GOOD, 1: content, 2: GOOD})
-    assert match in made.report.refused[1]
-    assert "client 1" in made.report.refused[1]
+    assert match in made.rounds.report.refused[1]
+    assert "client 1" in made.rounds.report.refused[1]
     play(without, 1, {0: GOOD, 2: GOOD})
     assert kept(made).journal.to_text() == kept(without).journal.to_text()
     assert kept(made).journal.records[0].participants == 2
@@ -141,10 +139,10 @@ def test_a_malformed_reply_is_named_and_the_others_count(content: RecordDict, ma
 
 def test_scalars_of_a_client_that_was_not_asked_or_answers_twice_are_ignored() -> None:
     made = strategy()
-    made.begin_round(1, {}, [0])
+    made.rounds.begin(1, {}, [0])
     for partition, values in [(2, [9.0] * 6), (0, GOOD), (0, [9.0] * 6)]:
         made.receive(partition, reply(1, values))
-    made.end_round()
+    made.rounds.end()
     made.settle()
     assert kept(made).journal.records[0].scalars == (tuple(GOOD[:3]), tuple(GOOD[3:]))
 
@@ -189,8 +187,8 @@ def test_a_replica_of_another_state_is_refused_where_the_journal_has_a_fingerpri
     right = bytes.fromhex(str(kept(made).journal.records[-1].fingerprint))
     values = {0: reply(3, GOOD, fingerprint=right), 1: reply(3, GOOD, fingerprint=b"\1" * 32)}
     play(made, 3, values)
-    assert made.report.folded == [0]
-    assert "client 1, fingerprint: expected" in made.report.refused[1]
+    assert made.rounds.report.folded == [0]
+    assert "client 1, fingerprint: expected" in made.rounds.report.refused[1]
 
 
 # Fingerprints ---------------------------------------------------------------------------------------------
@@ -203,10 +201,10 @@ def ended(votes: dict[int, bytes], *, holds_model: bool, spoil: bool = False) ->
     if holds_model:
         made.model()
     play(made, 1, {0: GOOD})
-    made.begin_round(2, {}, range(4))
+    made.rounds.begin(2, {}, range(4))
     for partition in range(4):
         made.receive(partition, reply(2, GOOD))
-    made.end_round()
+    made.rounds.end()
     messages = made.confirmations()
     assert [message.metadata.dst_node_id for message in messages] == [70, 71, 72, 73]
     for partition, message in enumerate(messages):
@@ -265,30 +263,30 @@ def test_the_journal_holds_the_fingerprint_of_the_majority(
     made = ended(votes, holds_model=holds_model)
     record = kept(made).journal.records[-1]
     assert (record.round, record.fingerprint) == (2, recorded.hex() if recorded else None)
-    assert [note.partition(":")[0] for note in made.report.notes if "went astray" in note] == astray
+    assert [note.partition(":")[0] for note in made.rounds.report.notes if "went astray" in note] == astray
     silent = {p for p in range(4) if len(votes.get(p, b"")) != 32} - ({0, 1, 2} - set(votes))
-    assert [note.partition(" did")[0] for note in made.report.notes if "not confirm" in note] == [
+    assert [note.partition(" did")[0] for note in made.rounds.report.notes if "not confirm" in note] == [
         f"client {p}" for p in sorted(silent)
     ]
-    assert made.report.values["rebuilt"] == 0
+    assert made.rounds.report.values["rebuilt"] == 0
     assert (kept(made).replica is None) == (not holds_model)
 
 
 def test_a_server_that_went_astray_builds_its_replica_again_and_votes_anew() -> None:
     made = ended({0: R, 1: X}, holds_model=True, spoil=True)
     assert kept(made).journal.records[-1].fingerprint == R.hex()
-    assert made.report.values["rebuilt"] == 1
-    assert "the server's replica had gone astray and was built again" in made.report.notes
+    assert made.rounds.report.values["rebuilt"] == 1
+    assert "the server's replica had gone astray and was built again" in made.rounds.report.notes
 
 
 def test_a_dead_worker_ends_the_run_also_while_it_confirms() -> None:
     made = strategy()
     made.roster.node_of = {0: 70, 1: 71}
     for r in (1, 2):
-        made.begin_round(r, {}, [0, 1])
+        made.rounds.begin(r, {}, [0, 1])
         for partition in (0, 1):
             made.receive(partition, reply(r, GOOD))
-        made.end_round()
+        made.rounds.end()
         messages = made.confirmations()
         if r == 1:
             made.settle()
@@ -312,12 +310,12 @@ def test_an_evaluation_without_a_count_of_examples_is_left_out(count: Any) -> No
 
 def test_a_metric_that_is_no_count_ends_no_run() -> None:
     made = strategy()
-    made.begin_round(1, {}, [0])
+    made.rounds.begin(1, {}, [0])
     content = reply(1, GOOD)
     content["metrics"]["rebuilt"] = float("nan")  # type: ignore[index]  # a metric record
     made.receive(0, content)
-    made.end_round()
-    assert made.report.values["rebuilt"] == 0
+    made.rounds.end()
+    assert made.rounds.report.values["rebuilt"] == 0
 
 
 def test_a_client_that_lacks_the_journal_twice_is_not_measured_and_spoils_no_mean(
@@ -342,17 +340,17 @@ def test_a_client_that_lacks_the_journal_twice_is_not_measured_and_spoils_no_mea
     assert unpack_slice(again.content["journal"], "server").after == 0  # type: ignore[arg-type]
     assert made.evaluation_results([answered(again, RecordDict(lacks), 2)]) == ({}, {})
     assert made.take_resends() == []
-    assert "client 0 was not measured: it lacks the journal from round 0" in made.report.notes
+    assert "client 0 was not measured: it lacks the journal from round 0" in made.rounds.report.notes
 
 
 def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_only() -> None:
     made = strategy()
     made.roster.node_of = {0: 70, 1: 71}
     for r in (1, 2):
-        made.begin_round(r, {}, [0, 1])
+        made.rounds.begin(r, {}, [0, 1])
         for partition in (0, 1):
             made.receive(partition, reply(r, GOOD))
-        made.end_round()
+        made.rounds.end()
         messages = made.confirmations()
         assert len(messages) == 2 * (r == 2)
         made.settle()
@@ -467,6 +465,6 @@ def test_flowers_own_calls_work_without_a_file(monkeypatch: pytest.MonkeyPatch) 
     }
     assert new["w"].numpy().tobytes() != MODEL["w"].tobytes()
     assert metrics is not None
-    assert "its journal was lost; it is sent again with the next round" in made.report.refused[1]
-    assert made.report.values == {"rebuilt": 0, "resent": 1}
+    assert "its journal was lost; it is sent again with the next round" in made.rounds.report.refused[1]
+    assert made.rounds.report.values == {"rebuilt": 0, "resent": 1}
     assert [record.participants for record in kept(made).journal.records] == [1]

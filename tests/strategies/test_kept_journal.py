@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedapps.records import Arrays
+from fedapps.messages import Arrays
 from fedapps.strategies.kept_journal import KeptJournal
 from fedapps.zeroth_order.errors import AstrayError, DirectionError
 from fedapps.zeroth_order.journal import Slice

@@ -9,7 +9,7 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedapps.errors import MessageError, RosterError, RoundFailedError
-from fedapps.strategies import FedPM, RoundOptions
+from fedapps.strategies import FedPM, RoundSettings
 from fedapps.strategies.legacy import LegacyStrategy, from_fit_result, to_fit_result
 
 from .test_fedpm import MODEL, SIZES, curvature, mix, reply_of, trained
@@ -38,7 +38,7 @@ def fit_res(partition: int) -> FitRes:
     return FitRes(OK, ndarrays_to_parameters(arrays), count, metrics)
 
 
-def begin(options: RoundOptions | None = None, *cids: str) -> tuple[LegacyStrategy, list[ClientProxy]]:
+def begin(options: RoundSettings | None = None, *cids: str) -> tuple[LegacyStrategy, list[ClientProxy]]:
     strategy = LegacyStrategy(FedPM(options=options), MODEL, fit_config=lambda server_round: {"lr": 0.5 / server_round})
     clients = manager(*(cids or ("b", "a", "c")))
     parameters = strategy.initialize_parameters(clients)
@@ -80,13 +80,13 @@ def test_failures_and_foreign_results_are_named_and_the_others_go_on() -> None:
     failed = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "sensor offline"), ndarrays_to_parameters([]), 0, {})
     parameters, _ = strategy.aggregate_fit(1, [(clients[0], fit_res(0)), (clients[1], foreign)], [(clients[2], failed)])
     assert parameters is not None
-    refused = strategy.strategy.report.refused
+    refused = strategy.strategy.rounds.report.refused
     assert "return fedapps.strategies.legacy.to_fit_result(...) from fit" in refused[1]
     assert refused[2] == "sensor offline"
 
 
 def test_no_result_keeps_the_model_and_too_many_end_the_run() -> None:
-    strategy, _ = begin(RoundOptions(max_consecutive_failed_rounds=1))
+    strategy, _ = begin(RoundSettings(max_consecutive_failed_rounds=1))
     with pytest.raises(RoundFailedError, match="at least 1 valid replies, got 0 of 3"):
         strategy.aggregate_fit(1, [], [RuntimeError("all is lost")])
 
@@ -98,7 +98,7 @@ def test_arrays_without_names_are_refused() -> None:
 
 
 def test_too_few_clients_end_the_wait() -> None:
-    strategy = LegacyStrategy(FedPM(options=RoundOptions(node_wait=0.0, num_clients=3)), MODEL)
+    strategy = LegacyStrategy(FedPM(RoundSettings(node_wait=0.0, num_clients=3)), MODEL)
     with pytest.raises(RosterError, match="expected at least 3, got 2"):
         strategy.configure_fit(1, strategy.initialize_parameters(manager()), manager("a", "b"))
 

@@ -11,10 +11,10 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fedapps.errors import RoundFailedError, SettingsError
+from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
-from fedapps.records import pack_arrays
 from fedapps.simulation.inprocess import InProcessGrid
-from fedapps.strategies import LocalNewton, RoundOptions
+from fedapps.strategies import LocalNewton, RoundSettings
 
 from ..simulation import runs
 
@@ -30,7 +30,7 @@ CONVEX = {**TORCH, "task": "fedapps_testing:Lines", "task-options": 'sizes = "6,
 def play(a: str, c: str, start: float, rounds: int, steps: str = STEPS) -> tuple[LocalNewton, list[float]]:
     """Rounds on `fedapps_quadratics` under Flower's own ``start``, and the model after each."""
     grid = InProcessGrid(len(a.split(",")), {"a": a, "c": c}, client_app="fedapps_quadratics:app")
-    options = RoundOptions(evaluate_clients=False, num_clients=len(a.split(",")))
+    options = RoundSettings(evaluate_clients=False, num_clients=len(a.split(",")))
     strategy = LocalNewton(options=options, steps=tuple(float(s) for s in steps.split(",")))
     models = []
     strategy.start(
@@ -55,12 +55,12 @@ def play(a: str, c: str, start: float, rounds: int, steps: str = STEPS) -> tuple
 )
 def test_the_step_of_quadratics_is_that_of_the_closed_form(a: str, c: str, start: float, step: float) -> None:
     strategy, models = play(a, c, start, 1)
-    assert strategy.report.values["line-search-step"] == step
+    assert strategy.rounds.report.values["line-search-step"] == step
     mean = np.mean([float(part) for part in c.split(",")])
     assert models == [start, pytest.approx(start + step * (mean - start), abs=1e-12)]
     curvatures, centres = (np.array([float(part) for part in text.split(",")]) for text in (a, c))
     losses = [float(np.mean(curvatures * (x - centres) ** 2 / 2)) for x in models]
-    values = strategy.report.values
+    values = strategy.rounds.report.values
     assert [values["line-search-start-loss"], values["line-search-loss"]] == pytest.approx(losses, rel=1e-12)
     assert losses[1] <= losses[0]
 
@@ -68,10 +68,10 @@ def test_the_step_of_quadratics_is_that_of_the_closed_form(a: str, c: str, start
 def test_without_candidates_the_full_step_is_taken() -> None:
     """From 0 to the mean 5, which has 16 times the excess loss (see above), and back to it in every round."""
     grid = InProcessGrid(2, {"a": "1,9", "c": "10,0"}, client_app="fedapps_quadratics:app")
-    strategy = LocalNewton(options=RoundOptions(evaluate_clients=False, num_clients=2))
+    strategy = LocalNewton(RoundSettings(evaluate_clients=False, num_clients=2))
     result = strategy.start(grid=grid, initial_arrays=pack_arrays({"x": np.zeros(1)}), num_rounds=2)
     assert result.arrays["x"].numpy() == 5.0
-    assert strategy.report.values == {}
+    assert strategy.rounds.report.values == {}
 
 
 # In runs ---------------------------------------------------------------------------------------------------
@@ -248,13 +248,13 @@ def test_fail_fast_holds_in_the_line_search(tmp_path: Path) -> None:
 def test_a_loop_with_one_exchange_takes_the_full_step_and_says_so() -> None:
     """As the adapter for Flower's legacy server does."""
     strategy = LocalNewton(steps=(0.5,))
-    strategy.begin_round(1, {"x": np.zeros(1)}, [0])
+    strategy.rounds.begin(1, {"x": np.zeros(1)}, [0])
     content = RecordDict({"arrays": pack_arrays({"x": np.ones(1)}), "metrics": MetricRecord({"num-examples": 1})})
     strategy.receive(0, content)
-    new = strategy.end_round()
+    new = strategy.rounds.end()
     assert new is not None
     assert new["x"] == 1.0
-    assert "only one exchange a round is possible here: the step is 1" in strategy.report.notes[0]
+    assert "only one exchange a round is possible here: the step is 1" in strategy.rounds.report.notes[0]
 
 
 @pytest.mark.parametrize("value", ["fast", "1,-1", "0", "1,,2", "inf", "nan"])

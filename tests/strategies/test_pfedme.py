@@ -7,9 +7,9 @@ import pytest
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fedapps.errors import MessageError, RoundFailedError
-from fedapps.records import pack_arrays
-from fedapps.strategies import LocalNewton, LocalTrain, PFedMe, RoundOptions
-from fedapps.strategies.fedclup_plan import AskedCurvature, RoundPlan
+from fedapps.messages import pack_arrays
+from fedapps.messages.plans import AskedCurvature, RoundPlan
+from fedapps.strategies import LocalNewton, LocalTrain, PFedMe, RoundSettings
 
 MODEL = {"w": np.array([1.0, -2.0], np.float32), "mean": np.array([5.0]), "counter": np.array(3)}
 
@@ -25,10 +25,10 @@ def reply_of(w: float, mean: float, counter: int, num_examples: int) -> RecordDi
 
 
 def one_round(strategy: PFedMe | LocalNewton) -> dict[str, np.ndarray]:
-    strategy.begin_round(1, MODEL, [0, 1])
+    strategy.rounds.begin(1, MODEL, [0, 1])
     strategy.receive(0, reply_of(4.0, 1.0, 7, 10))
     strategy.receive(1, reply_of(8.0, 3.0, 2, 30))
-    new = strategy.end_round()
+    new = strategy.rounds.end()
     assert new is not None
     return new
 
@@ -50,23 +50,23 @@ def test_beta_one_is_one_plain_average() -> None:
 
 
 def test_localtrain_sends_nothing_and_refuses_models() -> None:
-    strategy = LocalTrain(options=RoundOptions(max_consecutive_failed_rounds=2))
+    strategy = LocalTrain(RoundSettings(max_consecutive_failed_rounds=2))
     assert len(strategy.arrays_to_send(pack_arrays(MODEL))) == 0
-    strategy.begin_round(1, MODEL, [0, 1])
+    strategy.rounds.begin(1, MODEL, [0, 1])
     strategy.receive(0, RecordDict({"arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 3})}))
     strategy.receive(1, reply_of(4.0, 1.0, 7, 10))
-    new = strategy.end_round()
-    assert strategy.report.folded == [0]
-    assert "expected metrics only, got 3 tensors" in strategy.report.refused[1]
+    new = strategy.rounds.end()
+    assert strategy.rounds.report.folded == [0]
+    assert "expected metrics only, got 3 tensors" in strategy.rounds.report.refused[1]
     assert new is not None
     assert all(new[name] is value for name, value in MODEL.items())
     for number in (2, 3):
-        strategy.begin_round(number, MODEL, [1])
+        strategy.rounds.begin(number, MODEL, [1])
         if number == 3:
             with pytest.raises(RoundFailedError, match="failure 2 in a row"):
-                strategy.end_round()
+                strategy.rounds.end()
         else:
-            assert strategy.end_round() is None
+            assert strategy.rounds.end() is None
 
 
 def test_the_plan_of_a_round_survives_the_message() -> None:

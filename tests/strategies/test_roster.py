@@ -12,9 +12,10 @@ from flwr.serverapp import Grid
 
 import fedapps
 from fedapps.errors import RosterError
+from fedapps.messages.node_facts import NodeFacts
 from fedapps.strategies import roster as roster_module
 from fedapps.strategies.exchange import GridWrapper
-from fedapps.strategies.roster import NodeFacts, Roster
+from fedapps.strategies.roster import Roster
 
 FACTS = NodeFacts(
     partition=0, num_partitions=2, num_examples=5, version=fedapps.__version__, method="fedpm", device="cpu",

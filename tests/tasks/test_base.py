@@ -30,7 +30,7 @@ class Counting(Task):
     def initial_arrays(self, seed):
         return {}
 
-    def evaluate(self, arrays, data):
+    def evaluate(self, arrays, data, device="cpu"):
         return {}
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedapps.errors import TaskError
-from fedapps.tasks.torch_arrays import buffer_names, load_module_arrays, module_arrays, trainable_names
+from fedapps.tasks.torch_arrays import array_tensor, buffer_names, load_module_arrays, module_arrays, trainable_names
 
 
 class Mixed(nn.Module):
@@ -129,3 +129,18 @@ def test_a_dtype_without_arrays_is_refused_by_name():
     model.register_buffer("scale", torch.ones(2).to(torch.float8_e5m2))
     with pytest.raises(TaskError, match=r"tensor 'scale': expected a dtype.*got torch.float8_e5m2"):
         module_arrays(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_a_tensor_of_an_array_is_a_copy_like_another(dtype):
+    source = torch.tensor([1, 2, 1024]).to(dtype)
+    layer = nn.Module()
+    layer.register_buffer("values", source)
+    array = module_arrays(layer)["values"]
+    array.flags.writeable = False
+    copy = array_tensor(array, source)
+    assert copy.dtype == dtype
+    assert torch.equal(copy, source)
+    copy.add_(1)
+    assert source.tolist() == [1, 2, 1024]
+    assert array_tensor(np.array([1.5]), torch.zeros(1, dtype=torch.float32)).dtype == torch.float32

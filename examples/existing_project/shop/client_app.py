@@ -5,7 +5,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from simulation import customers
 
-from fedapps.client_apps.second_order import fedpm_reply  # FedPM
+from fedapps.client_apps.fedpm import fedpm_reply  # FedPM
 from fedapps.curvature.foof import FoofPreconditioner  # FedPM
 from shop.model import build_model
 

@@ -8,7 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from strategies import CautiousFedAvg  # what the project used before
 
-from fedapps.records import pack_arrays
+from fedapps.messages import pack_arrays
 from fedapps.strategies import FedPM  # FedPM
 from fedapps.tasks.torch_arrays import module_arrays
 from shop.model import build_model

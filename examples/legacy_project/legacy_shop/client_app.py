@@ -6,7 +6,7 @@ from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import NDArrays, Scalar
 
-from fedapps.client_apps.second_order import fedpm_reply
+from fedapps.client_apps.fedpm import fedpm_reply
 from fedapps.curvature.foof import FoofPreconditioner
 from fedapps.strategies.legacy import to_fit_result
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays

@@ -1,4 +1,4 @@
-"""The training loop of torch clients: the task's random changes of training batches."""
+"""The training loop of torch clients: random changes of training batches, and models in half precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedapps.client_apps.torch_training import losses_of, prepare_model
+from fedapps.client_apps.problem import Pull
+from fedapps.client_apps.torch_problem import TorchProblem
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.methods import resolve_settings
 from fedapps.tasks.base import ClientData, Data, TaskConfig
@@ -46,7 +47,7 @@ def batches_seen(seed: int = 0, server_round: int = 1, partition: int = 0) -> li
         data=ClientData(data, data.take([]), data.take([])), arrays=task.initial_arrays(0), server_round=server_round,
         lr=0.1, last_folded=0, experiment="", run_dir="",
     )  # fmt: skip
-    losses_of(work, task, prepare_model(work, task), lambda: None)
+    TorchProblem(work, task).descend(work.arrays)
     return task.seen
 
 
@@ -71,3 +72,36 @@ def test_evaluation_changes_nothing() -> None:
     task = Noisy(TaskConfig())
     task.evaluate(task.initial_arrays(0), task.load()[0])
     assert all((batch == 0).all() for batch in task.seen)
+
+
+class HalfPoint(TorchTask):
+    """The loss ``(w - 3)^2 / 2`` of one bfloat16 parameter, which travels as its bit pattern."""
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(np.zeros((2, 1), np.float32), np.zeros(2, np.int64))
+        return data, data
+
+    def build_model(self) -> torch.nn.Module:
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.full((1,), 2.0, dtype=torch.bfloat16))
+        return model
+
+    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((model.w - 3) ** 2).sum() / 2
+
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(model, inputs, targets)}
+
+
+def test_a_bfloat16_model_is_pulled_to_the_numbers_not_to_their_patterns() -> None:
+    """From 2 to the anchor 1 with lambda 2: 2 - 0.125 ((2 - 3) + 2 (2 - 1)) = 1.875, exact in 8 bits."""
+    task = HalfPoint(TaskConfig())
+    data, start = task.load()[0], task.initial_arrays(0)
+    work = ClientWork(
+        settings=resolve_settings({"method": "fedprox", "batch-size": 0, "local-steps": 1}, "torch"), task=task,
+        node=Node(0, 1, None), data=ClientData(data, data, data), arrays=start, server_round=1, lr=0.125, last_folded=0,
+        experiment="", run_dir="",
+    )  # fmt: skip
+    anchor = {"w": torch.ones(1, dtype=torch.bfloat16).view(torch.uint16).numpy()}
+    trained = TorchProblem(work, task).descend(start, Pull(anchor, 2.0, 0.125))
+    assert torch.from_numpy(trained.arrays["w"]).view(torch.bfloat16).tolist() == [1.875]

@@ -10,10 +10,11 @@ import torch
 from flwr.app import RecordDict
 from torch import nn
 
-from fedapps.client_apps.first_order import train, train_fedprox
+from fedapps.client_apps.fedavg import train as train_fedavg
+from fedapps.client_apps.fedprox import train
 from fedapps.client_apps.work import ClientWork, Node
+from fedapps.messages import unpack_arrays
 from fedapps.methods import resolve_settings
-from fedapps.records import unpack_arrays
 from fedapps.tasks.base import ClientData, Data, Task, TaskConfig
 from fedapps.tasks.convex_task import ConvexTask
 from fedapps.tasks.torch_task import TorchTask
@@ -88,30 +89,30 @@ def weights(content: RecordDict) -> float:
 def test_many_steps_end_at_the_minimiser_of_the_pulled_objective(task: type[Task], mu: float, minimiser: float) -> None:
     """A20: with an anchor that moved along, or none, they would end at 3; with the norm not squared, elsewhere."""
     work = round_of(task, **{"fedprox.mu": mu, "local-steps": 300})
-    assert weights(train_fedprox(work)) == pytest.approx(minimiser, abs=1e-9)
+    assert weights(train(work)) == pytest.approx(minimiser, abs=1e-9)
     assert work.arrays["weights"].tolist() == [ANCHOR]
 
 
 @TASKS
 def test_the_second_step_by_hand(task: type[Task]) -> None:
     """By hand: x1 = 1 - 0.1 (1 - 3) = 1.2;  x2 = 1.2 - 0.1 ((1.2 - 3) + 2 (1.2 - 1)) = 1.34."""
-    content = train_fedprox(round_of(task, **{"fedprox.mu": 2.0, "local-steps": 2}))
+    content = train(round_of(task, **{"fedprox.mu": 2.0, "local-steps": 2}))
     assert weights(content) == pytest.approx(1.34, abs=1e-12)
 
 
 @TASKS
 def test_the_first_step_is_a_plain_gradient_step(task: type[Task]) -> None:
     """A20: at the anchor the proximal gradient is zero, and finite."""
-    proximal = train_fedprox(round_of(task, **{"fedprox.mu": 2.0, "local-steps": 1}))
-    plain = train(round_of(task, method="fedavg", **{"local-steps": 1}))
+    proximal = train(round_of(task, **{"fedprox.mu": 2.0, "local-steps": 1}))
+    plain = train_fedavg(round_of(task, method="fedavg", **{"local-steps": 1}))
     assert weights(proximal) == weights(plain) == pytest.approx(1.2)
 
 
 @TASKS
 def test_without_pull_it_is_fedavgs_client_bitwise(task: type[Task]) -> None:
     contents = (
-        train_fedprox(round_of(task, **{"fedprox.mu": 0.0, "local-steps": 7})),
-        train(round_of(task, method="fedavg", **{"local-steps": 7})),
+        train(round_of(task, **{"fedprox.mu": 0.0, "local-steps": 7})),
+        train_fedavg(round_of(task, method="fedavg", **{"local-steps": 7})),
     )
     assert weights(contents[0]) == weights(contents[1])
     assert contents[0]["metrics"] == contents[1]["metrics"]
@@ -119,5 +120,5 @@ def test_without_pull_it_is_fedavgs_client_bitwise(task: type[Task]) -> None:
 
 def test_the_reported_loss_is_without_the_pull() -> None:
     """Mean of the data loss before each of two steps: at 1 and at 1.2."""
-    content = train_fedprox(round_of(TorchParabola, **{"fedprox.mu": 2.0, "local-steps": 2}))
+    content = train(round_of(TorchParabola, **{"fedprox.mu": 2.0, "local-steps": 2}))
     assert content["metrics"]["train-loss"] == pytest.approx((2.0**2 / 2 + 1.8**2 / 2) / 2)

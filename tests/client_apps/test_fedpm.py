@@ -20,14 +20,14 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fedapps.client_apps.second_order import fedpm_reply, received_model
+from fedapps.client_apps.fedpm import fedpm_reply, received_model
 from fedapps.curvature import FoofPreconditioner
 from fedapps.curvature.layout import Layout
 from fedapps.errors import MessageError, SettingsError, TaskError
+from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
-from fedapps.records import pack_arrays
 from fedapps.simulation.inprocess import InProcessGrid
-from fedapps.strategies import FedPM, RoundOptions
+from fedapps.strategies import FedPM, RoundSettings
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays
 
 from ..simulation import runs
@@ -305,10 +305,10 @@ def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
     caplog.set_level("INFO", "flwr")
     (tmp_path / "shop_client.py").write_text(snippet("In your own client"))
     first = module_arrays(shop.build_model())
-    strategy = FedPM(options=RoundOptions(evaluate_clients=False, num_clients=3))
+    strategy = FedPM(RoundSettings(evaluate_clients=False, num_clients=3))
     grid = InProcessGrid(3, {}, client_app="shop_client:app")
     result = strategy.start(grid=grid, initial_arrays=pack_arrays(first), num_rounds=3)
-    assert sorted(strategy.report.num_examples.values()) == [24, 32, 40]
+    assert sorted(strategy.rounds.report.num_examples.values()) == [24, 32, 40]
     # The client answers no query, and still the log says what is done with every tensor.
     assert "preconditioned, block 5 x 5: 0.weight, 0.bias" in caplog.messages
     assert "averaged (BatchNorm1d has no block): 1.weight, 1.bias" in caplog.messages
@@ -353,10 +353,10 @@ def test_a_server_that_starts_from_a_state_dict_is_told_how_to_pack_tied_and_fro
     with FoofPreconditioner(model, damping=0.1) as foof:
         model(torch.ones(3, 4)).sum().backward()
         foof.step(lr=0.1)
-    strategy = FedPM(options=RoundOptions(num_clients=1))
-    strategy.begin_round(1, {name: array.numpy() for name, array in sent.items()}, [0])
+    strategy = FedPM(RoundSettings(num_clients=1))
+    strategy.rounds.begin(1, {name: array.numpy() for name, array in sent.items()}, [0])
     strategy.receive(0, fedpm_reply(foof, model, num_examples=3))
-    reason = strategy.report.refused[0]
+    reason = strategy.rounds.report.refused[0]
     assert "without 0.weight, 0.bias, 2.weight;" in reason
     assert "start the server from pack_arrays(module_arrays(model))" in reason
     first = pack_arrays(module_arrays(model))

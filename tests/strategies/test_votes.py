@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
-
 from fedapps.strategies.scalar_replies import fingerprint_of, majority, need_of
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 

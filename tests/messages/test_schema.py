@@ -12,7 +12,7 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from fedapps.errors import MessageError
-from fedapps.records import (
+from fedapps.messages.schema import (
     check_complete,
     check_reply,
     check_size,

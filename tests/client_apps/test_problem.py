@@ -1,20 +1,23 @@
-"""The local problem with a pull, for convex tasks and for torch models, against formulas worked out here."""
+"""The local problem of convex tasks and of torch models: against formulas worked out here, and against each other."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from fedapps.client_apps.local_problem import LocalProblem, Pull, local_problem
+from fedapps.client_apps.problem import NO_PULL, LocalProblem, Pull, local_problem, preconditioned_names
 from fedapps.client_apps.work import ClientWork, Node
+from fedapps.curvature.blocks import WireDtype
 from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
 from fedapps.methods import resolve_settings
 from fedapps.personalization.pfedme import PFedMeConfig
-from fedapps.personalization.quadratic import Quadratic
+from fedapps.personalization.quadratic import Quadratic, least_squares
 from fedapps.tasks import Data, TaskConfig
 from fedapps.tasks.base import ClientData, Task
 from fedapps.tasks.convex_task import ConvexTask
@@ -79,6 +82,17 @@ class Lines(TorchTask):
         return 0.5 * (outputs[:, 0] - targets).square().mean()
 
 
+class ConvexLines(ConvexTask):
+    """The same as a convex task, whose one vector is the weight."""
+
+    def load(self) -> tuple[Data, Data]:
+        data = Data(X, Y)
+        return data, data
+
+    def objective(self, data: Data) -> Objective:
+        return least_squares(np.asarray(data.inputs), data.targets)
+
+
 def work_of(task: Task, arrays: dict[str, np.ndarray], data: Data | None = None, **settings: Any) -> ClientWork:
     run_config = {"method": "fedclup", "batch-size": 0, **{k.replace("_", "-"): v for k, v in settings.items()}}
     data = data or task.load()[0]
@@ -95,7 +109,7 @@ POINTS = [Point, TorchPoint]
 def point(cls: type[Task], start: float, **settings: Any) -> tuple[LocalProblem, dict[str, np.ndarray]]:
     arrays = {"weights": np.array([start])}
     arrays["weights"].flags.writeable = False  # As a received message's.
-    return local_problem(work_of(cls(TaskConfig()), arrays, **settings), arrays), arrays
+    return local_problem(work_of(cls(TaskConfig()), arrays, **settings)), arrays
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
@@ -103,7 +117,7 @@ def test_the_minimiser_is_between_the_own_optimum_and_the_anchor(cls: type[Task]
     """A20: f = (x - 3)^2/2, anchor 1, lambda 2: (3 + 2)/(1 + 2) = 5/3; the anchor stays bitwise what it was."""
     problem, arrays = point(cls, 1.0, local_steps=60)
     before = arrays["weights"].tobytes()
-    trained = problem.descend(arrays, Pull(arrays, 2.0), 0.2)
+    trained = problem.descend(arrays, Pull(arrays, 2.0, 0.2))
     assert trained.arrays["weights"] == pytest.approx([5 / 3], rel=1e-12)
     assert arrays["weights"].tobytes() == before
 
@@ -113,7 +127,7 @@ def test_the_first_step_from_the_anchor_is_a_plain_one(cls: type[Task]) -> None:
     """A20: from x = w the pull has gradient 0: 1 - 0.2 (1 - 3) = 1.4."""
     problem, arrays = point(cls, 1.0, local_steps=1)
     for lam in (0.0, 2.0):
-        assert problem.descend(arrays, Pull(arrays, lam), 0.2).arrays["weights"] == pytest.approx([1.4], rel=1e-14)
+        assert problem.descend(arrays, Pull(arrays, lam, 0.2)).arrays["weights"] == pytest.approx([1.4], rel=1e-14)
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
@@ -121,7 +135,7 @@ def test_a_warm_start_is_pulled_to_the_anchor_not_to_itself(cls: type[Task]) -> 
     """From 2 with anchor 0 and lambda 2: 2 - 0.1 ((2 - 3) + 2 * 2) = 1.7."""
     problem, _ = point(cls, 1.0, local_steps=1)
     start, anchor = {"weights": np.array([2.0])}, {"weights": np.array([0.0])}
-    assert problem.descend(start, Pull(anchor, 2.0), 0.1).arrays["weights"] == pytest.approx([1.7], rel=1e-14)
+    assert problem.descend(start, Pull(anchor, 2.0, 0.1)).arrays["weights"] == pytest.approx([1.7], rel=1e-14)
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
@@ -158,7 +172,7 @@ def test_pfedmes_inner_steps_see_one_augmentation_of_their_batch() -> None:
             theta = theta - step * (X.T @ (X @ theta - y) / 12 + lam * (theta - local))
         local = local - eta * lam * (local - theta)
     config = PFedMeConfig(lam=lam, eta=eta, personal_lr=step, num_inner_steps=K)
-    copy, personal = local_problem(work, arrays).move_with_copy(arrays, {"0.weight": np.full((1, 3), 0.2)}, config)
+    copy, personal = local_problem(work).move_with_copy(arrays, {"0.weight": np.full((1, 3), 0.2)}, config)
     np.testing.assert_allclose(personal.arrays["0.weight"][0], theta, rtol=1e-12)
     np.testing.assert_allclose(copy.arrays["0.weight"][0], local, rtol=1e-12)
     assert personal.loss == pytest.approx(np.mean(losses), rel=1e-12)
@@ -187,7 +201,7 @@ def test_torchs_rough_curvature_is_of_the_rounds_first_batch_in_single_precision
         arrays = {"0.weight": np.zeros((1, 3), dtype)}
         work = work_of(task, arrays, batch_size=5)
         x = X[next(work.batches())]
-        estimate = local_problem(work, arrays).rough_curvature(arrays, ("0.weight",))
+        estimate = local_problem(work).rough_curvature(arrays, ("0.weight",))
         L = np.linalg.eigvalsh(x.T @ x / 5)[-1]
         assert 0.9 * L < estimate < 1.001 * L
 
@@ -198,13 +212,13 @@ def test_a_convex_training_that_diverged_is_named() -> None:
         np.errstate(over="ignore"),
         pytest.raises(TaskError, match=r"client 0, round 1, after the local steps: .*finite"),
     ):
-        problem.descend(arrays, Pull(arrays, 0.0), 1e4)
+        problem.descend(arrays, Pull(arrays, 0.0, 1e4))
 
 
 def test_torchs_curvature_approaches_the_greatest_eigenvalue() -> None:
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
-    estimate = local_problem(work_of(task, arrays), arrays).largest_curvature(arrays, ("0.weight",))
+    estimate = local_problem(work_of(task, arrays)).largest_curvature(arrays, ("0.weight",))
     assert estimate == pytest.approx(np.linalg.eigvalsh(A)[-1], rel=0.02)
 
 
@@ -215,8 +229,8 @@ def test_a_fit_to_halves_measures_distance_noise_and_variance() -> None:
     """
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
-    problem = local_problem(work_of(task, arrays, local_steps=3000), arrays)
-    trained, fit = problem.fit(arrays, Pull(arrays, 0.01), 0.3)
+    problem = local_problem(work_of(task, arrays, local_steps=3000))
+    trained, fit = problem.fit(arrays, Pull(arrays, 0.01, 0.3))
     ridge = 0.01 * np.eye(3)
     v = np.linalg.solve(A + ridge, B)
     halves = [np.linalg.solve(X[k::2].T @ X[k::2] / 6 + ridge, X[k::2].T @ Y[k::2] / 6) for k in (0, 1)]
@@ -232,7 +246,7 @@ def test_a_client_of_one_example_can_be_fitted() -> None:
     task = Lines(TaskConfig())
     arrays = {"0.weight": np.zeros((1, 3))}
     work = work_of(task, arrays, Data(X[:1], Y[:1]), local_steps=5)
-    _, fit = local_problem(work, arrays).fit(arrays, Pull(arrays, 0.01), 0.1)
+    _, fit = local_problem(work).fit(arrays, Pull(arrays, 0.01, 0.1))
     assert fit.num_examples == 1
     assert fit.noise == pytest.approx(fit.distance2 / 4, rel=1e-12)
 
@@ -245,8 +259,8 @@ def test_what_is_not_personal_takes_plain_steps_of_the_learning_rate() -> None:
 
     task = WithBias(TaskConfig())
     start = {"0.weight": np.full((1, 3), 0.5), "0.bias": np.ones(1)}
-    problem = local_problem(work_of(task, start, local_steps=1), start)
-    trained = problem.descend(start, Pull({"0.bias": np.zeros(1)}, 3.0), 0.2)
+    problem = local_problem(work_of(task, start, local_steps=1))
+    trained = problem.descend(start, Pull({"0.bias": np.zeros(1)}, 3.0, 0.2))
     residuals = X @ np.full(3, 0.5) + 1 - Y
     np.testing.assert_allclose(trained.arrays["0.weight"][0], 0.5 - 0.1 * X.T @ residuals / 12, rtol=1e-12)
     np.testing.assert_allclose(trained.arrays["0.bias"], 1 - 0.2 * (residuals.mean() + 3.0), rtol=1e-12)
@@ -276,7 +290,7 @@ def test_a_model_without_second_derivatives_is_named_with_the_way_out() -> None:
             return (outputs**2).mean()
 
     arrays = {"weights": np.ones(1)}
-    problem = local_problem(work_of(OnceTask(TaskConfig()), arrays), arrays)
+    problem = local_problem(work_of(OnceTask(TaskConfig()), arrays))
     with pytest.raises(TaskError, match=r"client 0, curvature of the loss: .*gamma-rule=average or a number for"):
         problem.largest_curvature(arrays, ("weights",))
     # (v - 3)^4 / 4 at 1 has the curvature 3 (1 - 3)^2, in 64-bit differences of 0.001.
@@ -290,3 +304,83 @@ def test_batches_of_a_subset_come_from_it_alone_as_many_as_of_the_whole() -> Non
     assert len(whole) == len(part) == 6
     assert set(np.concatenate(part)) == {1, 3, 5, 7}
     assert set(np.concatenate(whole[:3])) == set(range(12))
+
+
+# One model, both problems ---------------------------------------------------------------------------------
+
+W, ANCHOR = np.array([0.3, -0.2, 0.1]), np.array([1.0, 0.5, -0.5])
+
+
+def both(**settings: Any) -> list[tuple[LocalProblem, str, Any]]:
+    """Give both problems of the same regression, the name of their tensor, and what makes it of a vector."""
+    convex, torch_task = ConvexLines(TaskConfig()), Lines(TaskConfig())
+    return [
+        (local_problem(work_of(convex, {"weights": W}, **settings)), "weights", lambda v: {"weights": v}),
+        (local_problem(work_of(torch_task, {"0.weight": W[None]}, **settings)), "0.weight", lambda v: {"0.weight": v[None]}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lam", [None, 0.0, 0.7])
+def test_both_take_the_same_gradient_steps_on_the_same_batches(lam: float | None) -> None:
+    """Two epochs of 5, 5 and 2 examples, worked out here with the client's batches."""
+    expected = W.copy()
+    for batch in work_of(ConvexLines(TaskConfig()), {}, batch_size=5, local_epochs=2).batches():
+        x, y = X[batch], Y[batch]
+        expected -= 0.1 * (x.T @ (x @ expected - y) / len(batch) + (lam or 0.0) * (expected - ANCHOR))
+    for problem, name, arrays in both(batch_size=5, local_epochs=2):
+        pull = NO_PULL if lam is None else Pull(arrays(ANCHOR), lam, 0.1)
+        trained = problem.descend(arrays(W), pull)
+        np.testing.assert_allclose(trained.arrays[name].ravel(), expected, rtol=1e-12)
+        assert trained.buffers == {}
+
+
+def test_both_step_on_the_batches_that_they_are_given() -> None:
+    batches = [np.array([3, 1]), np.array([0, 2, 11])]
+    expected = W.copy()
+    for batch in batches:
+        expected -= 0.1 * X[batch].T @ (X[batch] @ expected - Y[batch]) / len(batch)
+    for problem, name, arrays in both():
+        np.testing.assert_allclose(
+            problem.descend(arrays(W), batches=batches).arrays[name].ravel(), expected, rtol=1e-12
+        )
+
+
+def test_both_take_the_same_preconditioned_steps_and_send_the_same_blocks() -> None:
+    """The second moment of a linear layer's input is the Hessian of its square loss: FOOF steps are Newton's here."""
+    options = {"fedpm.estimate": "last-batch", "fedpm.refresh": 1, "fedpm.damping": 0.2}
+    expected, P = W.copy(), A + 0.2 * np.eye(3)
+    for _ in range(2):
+        expected = expected - 0.1 * np.linalg.solve(P, A @ expected - B)
+    for problem, name, arrays in both(method="fedpm", local_steps=2, **options):
+        trained = problem.descend_preconditioned(arrays(W))
+        np.testing.assert_allclose(trained.arrays[name].ravel(), expected, rtol=1e-10)
+        (block,) = trained.blocks(WireDtype.FLOAT32)
+        np.testing.assert_allclose(block.curvature, P[np.triu_indices(3)], rtol=1e-12)
+        np.testing.assert_allclose(block.product, (P @ (expected - W))[None], rtol=1e-9)
+        assert trained.layout.preconditioned == problem.names == (name,)
+
+
+def test_both_move_pfedmes_copy_alike() -> None:
+    config = PFedMeConfig(lam=0.5, eta=0.4, personal_lr=0.1, num_inner_steps=2)
+    found = []
+    for problem, name, arrays in both(batch_size=5, local_epochs=1):
+        local, theta = problem.move_with_copy(arrays(ANCHOR), arrays(W), config)
+        found.append(np.concatenate([local.arrays[name].ravel(), theta.arrays[name].ravel()]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
+
+
+def test_only_a_convex_loss_has_a_least_curvature() -> None:
+    (convex, _, vector), (network, _, tensor) = both()
+    assert convex.least_curvature(vector(W)) == pytest.approx(np.linalg.eigvalsh(A)[0], rel=1e-12)
+    assert network.least_curvature(tensor(W)) is None
+
+
+def test_what_would_be_preconditioned_is_known_without_data() -> None:
+    assert preconditioned_names(ConvexLines(TaskConfig())) == ("weights",)
+    assert preconditioned_names(Lines(TaskConfig())) == ("0.weight",)
+    assert preconditioned_names(TorchPoint(TaskConfig())) == ()
+
+
+def test_a_convex_problem_imports_no_torch() -> None:
+    code = "import sys, fedapps.client_apps.convex_problem, fedapps.client_apps.fedpm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

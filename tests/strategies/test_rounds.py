@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from fedapps.strategies.options import RoundOptions, sample_partitions
+from fedapps.settings import RoundSettings
+from fedapps.strategies.rounds import sample_partitions
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,9 @@ def test_every_client_is_sampled_equally_often() -> None:
 )
 def test_wrong_options_are_refused(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        RoundOptions(**change)  # type: ignore[arg-type]
+        RoundSettings(**change)  # type: ignore[arg-type]
 
 
 def test_weights() -> None:
-    assert RoundOptions().weight(90) == 90.0
-    assert RoundOptions(weighting="uniform").weight(90) == 1.0
+    assert RoundSettings().weight(90) == 90.0
+    assert RoundSettings(weighting="uniform").weight(90) == 1.0

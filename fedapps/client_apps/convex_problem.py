@@ -1,0 +1,113 @@
+"""The local problem of a convex task: float64 NumPy, with the full Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+from typing_extensions import override
+
+from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
+from fedapps.client_apps.work import ClientWork
+from fedapps.curvature.blocks import Block, WireDtype, triangle_block
+from fedapps.curvature.layout import BlockSpec, Layout
+from fedapps.curvature.newton import Objective, minimise, newton_steps
+from fedapps.errors import TaskError
+from fedapps.messages.schema import Arrays
+from fedapps.personalization import pfedme
+from fedapps.personalization.local_fits import LocalFit
+from fedapps.personalization.pfedme import PFedMeConfig
+from fedapps.personalization.proximal import Proximal, curvature_by_differences, curvature_range, descend
+from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
+
+
+class ConvexProblem(LocalProblem):
+    """The local problem of a convex task, whose model is one vector.
+
+    Args:
+        work: The round.
+        task: Its task.
+    """
+
+    names = (WEIGHTS,)
+
+    def __init__(self, work: ClientWork, task: ConvexTask) -> None:
+        self._work = work
+        self._task = task
+
+    @staticmethod
+    @override
+    def preconditioned(task: ConvexTask) -> tuple[str, ...]:
+        return (WEIGHTS,)
+
+    @override
+    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
+        objectives: Iterable[Objective] = self._batches() if batches is None else map(self._objective, batches)
+        if not pull.anchor:
+            return self._trained(descend(objectives, start[WEIGHTS], self._work.lr))
+        pulled = (Proximal(objective, pull.anchor[WEIGHTS], pull.lam) for objective in objectives)
+        return self._trained(descend(pulled, start[WEIGHTS], pull.step))
+
+    @override
+    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
+        """Take ``K`` steps with the full Hessian of all the client's examples: an epoch is one step."""
+        settings, w = self._work.settings, start[WEIGHTS]
+        theta, P, added = newton_steps(
+            self._whole, w, num_steps=settings.local_steps or settings.local_epochs, lr=self._work.lr,
+            damping=settings.own.damping, where=self._work.where,
+        )  # fmt: skip
+        warn_of_damping(self._work, {WEIGHTS: added} if added else {})
+        spec = BlockSpec(WEIGHTS, (WEIGHTS,), 1, len(theta))
+
+        def blocks(wire: WireDtype) -> tuple[Block, ...]:
+            return (triangle_block(spec, [P], (theta - w)[None], wire),)
+
+        return Preconditioned({WEIGHTS: theta}, {}, self._whole.loss(theta), Layout((spec,)), blocks)
+
+    @override
+    def move_with_copy(self, received: Arrays, theta: Arrays, config: PFedMeConfig) -> tuple[Trained, Trained]:
+        result = pfedme.train_client(list(self._batches()), received[WEIGHTS], theta[WEIGHTS], config)
+        return self._trained(result.local), self._trained(result.theta)
+
+    @override
+    def fit(self, received: Arrays, pull: Pull) -> tuple[Trained, LocalFit]:
+        """Find the minimiser by Newton's method, and measure it as the task can."""
+        w = pull.anchor[WEIGHTS]
+        v = minimise(Proximal(self._whole, w, pull.lam), w.astype(np.float64))
+        return self._trained(v), self._task.local_fit(self._work.data.train, v, w, pull.lam)
+
+    @override
+    def largest_curvature(self, arrays: Arrays, names: Sequence[str]) -> float:
+        """Compute the curvature at zero, where that of logistic regression is greatest."""
+        return curvature_range(self._whole, np.zeros_like(arrays[WEIGHTS]))[1]
+
+    @override
+    def least_curvature(self, arrays: Arrays) -> float:
+        return curvature_range(self._whole, arrays[WEIGHTS])[0]
+
+    @override
+    def rough_curvature(self, arrays: Arrays, names: Sequence[str]) -> float:
+        return curvature_by_differences(next(self._batches()).gradient, arrays[WEIGHTS])
+
+    @cached_property
+    def _whole(self) -> Objective:
+        return self._task.objective(self._work.data.train)
+
+    def _objective(self, batch: np.ndarray) -> Objective:
+        return self._task.objective(self._work.data.train.take(batch))
+
+    def _batches(self) -> Iterator[Objective]:
+        for batch in self._work.batches():
+            yield self._whole if len(batch) == self._work.num_examples else self._objective(batch)
+
+    def _trained(self, theta: np.ndarray) -> Trained:
+        loss = float(self._whole.loss(theta))
+        if not np.isfinite(loss):
+            raise TaskError(
+                f"{self._work.where}, round {self._work.server_round}, after the local steps",
+                expected="a finite loss",
+                got=str(loss),
+                do="lower the learning rate, or check the client's data",
+            )
+        return Trained({WEIGHTS: theta}, {}, loss)

@@ -1,0 +1,51 @@
+r"""FedZO's client (arXiv 2201.09531, Algorithm 1): local steps along directions of its own, from forward passes only.
+
+.. math:: g_{kp} = \frac{f(x_k + \mu u_{kp}) - f(x_k)}{\mu}, \qquad x_{k+1} = x_k - \frac{\eta}{P} \sum_p g_{kp} u_{kp}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from flwr.app import RecordDict
+
+from fedapps.client_apps.fedavg import reply
+from fedapps.client_apps.probes import mean_loss, probe, rounding
+from fedapps.client_apps.work import ClientWork
+from fedapps.compute import generator
+from fedapps.messages.schema import METRICS
+from fedapps.zeroth_order.directions import Distribution
+from fedapps.zeroth_order.probing import Prober
+from fedapps.zeroth_order.scheme import LocalStep, Scheme
+
+if TYPE_CHECKING:
+    from fedapps.tasks.torch_task import TorchTask
+
+_OWN_DIRECTIONS = 4
+"""What the draw of a client's own directions belongs to, beside seed and partition."""
+
+
+def train(work: ClientWork) -> RecordDict:
+    """Train one client for one round of FedZO.
+
+    Args:
+        work: The round.
+
+    Returns:
+        The content of the reply: the whole model; buffers are as received.
+    """
+    own = work.settings.own
+    seed = int(generator(work.settings.seed, work.node.partition, _OWN_DIRECTIONS).integers(2**63))
+    prober = Prober(
+        cast("TorchTask", work.task).module(work.arrays, work.device),
+        Scheme(seed, "decomfl", Distribution(own.distribution)),
+        threads=work.settings.compute_threads,
+    )
+    first_step = (work.server_round - 1) * work.num_steps
+    result = probe(work, prober, first_step, own.mu_of(work.server_round))
+    steps = [LocalStep(first_step + k, g, work.lr) for k, g in enumerate(result.scalars)]
+    moved = {name: tensor.detach().cpu().numpy() for name, tensor in prober.displaced(steps).items()}
+    buffers = {name: value for name, value in work.arrays.items() if name not in moved}
+    content = reply(moved, buffers, work, mean_loss(result))
+    content.metric_records[METRICS].update(rounding(result))
+    return content
