@@ -60,7 +60,7 @@ def test_module_used_twice_adds_the_rows_of_both_uses() -> None:
 
 
 def test_evaluation_adds_nothing(batches: list[Batch]) -> None:
-    """A07: three passes under no_grad, one in evaluation mode, and one after the round."""
+    """Hooks collect in training alone: three passes under no_grad, one in evaluation mode, and one after the round."""
     layer = nn.Linear(3, 2)
     x, y = batches[0]
     with FoofPreconditioner(layer, damping=0.5) as foof:

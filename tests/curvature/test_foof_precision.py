@@ -24,7 +24,7 @@ from .foof_rounds import (
 
 @pytest.mark.parametrize("damping", [1e-3, 0.0], ids="damping {}".format)
 def test_one_example_with_a_dead_input_gives_a_finite_step(damping: float) -> None:
-    """A08 (a) and (b). ``A = a a'`` has rank one: ``G = e a'`` is divided to ``e a' / (a'a + damping)``.
+    """``A = a a'`` has rank one: ``G = e a'`` is divided to ``e a' / (a'a + damping)``.
 
     With damping 0 the smallest damping of the ladder is added, reported, and part of the ``P`` that travels; the step is
     that of the pseudo-inverse, to some per cent.
@@ -46,7 +46,7 @@ def test_one_example_with_a_dead_input_gives_a_finite_step(damping: float) -> No
 
 
 def test_inputs_that_are_all_zero_need_a_damping() -> None:
-    """A08 (c): with damping 0 an error that names layer and client; else a gradient step divided by the damping."""
+    """With damping 0 an error that names layer and client; else a gradient step divided by the damping."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False))
     x, y = torch.zeros(4, 3), torch.ones(4, 2)
     with pytest.raises(CurvatureError, match=r"layer '0', client 3: expected .* zero everywhere; set a damping > 0"):
@@ -57,7 +57,7 @@ def test_inputs_that_are_all_zero_need_a_damping() -> None:
 
 
 def test_dead_layer_on_every_client_comes_out_as_the_weighted_mean() -> None:
-    """A08 (c): ``A_i = 0`` everywhere, and the ``W_i`` differ, by weight decay here: weights 1 and 3."""
+    """``A_i = 0`` everywhere, and the ``W_i`` differ, by weight decay here: weights 1 and 3."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False)
     sent, replies, ends = arrays_of(model), [], []
@@ -73,7 +73,7 @@ def test_dead_layer_on_every_client_comes_out_as_the_weighted_mean() -> None:
 
 
 def test_bfloat16_model_is_solved_in_single_precision() -> None:
-    """A08 (d): the same data and start in float32 end within one spacing of bfloat16 (2^-8 relative, values below 2)."""
+    """The same data and start in float32 end within one spacing of bfloat16 (2^-8 relative, values below 2)."""
     torch.manual_seed(0)
     half = nn.Linear(3, 2).to(torch.bfloat16)
     single = copy.deepcopy(half).float()

@@ -23,7 +23,7 @@ from .foof_rounds import (
 
 
 class Mixed(nn.Module):
-    """Parameters of every kind that A06 lists, a tied head (A30), and an idle layer."""
+    """Parameters of every kind that has no block (free, embedding, norms), a tied head, and an idle layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class Mixed(nn.Module):
 
 
 def test_parameters_without_a_block_take_a_gradient_step_and_are_averaged_exactly() -> None:
-    """A06: gradient step in float32, then the mean with weights 10 and 30 in float64, rounded once."""
+    """Nothing stays at its first value.
+
+    Gradient step in float32, then the mean with weights 10 and 30 in float64, rounded once.
+    """
     model = Mixed()
     names = ["scale", "embed.weight", "norm.weight", "norm.bias", "group.weight", "group.bias"]
     ends: list[Arrays] = []

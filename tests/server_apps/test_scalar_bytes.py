@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("own_module")
 
 
 def test_a_scalar_costs_four_bytes_each_way_beside_fixed_settings(tmp_path: Path) -> None:
-    """A27: K = 2 steps, P = 3 probes are 24 bytes up; more of them cost 4 bytes each."""
+    """Traffic is measured, not derived: K = 2 steps, P = 3 probes are 24 bytes up; more of them cost 4 bytes each."""
     few, many = (
         tiny(tmp_path / str(p), {"hiso.num-probes": p, "num-server-rounds": 3, "hiso.fingerprint-every": 0})
         for p in (3, 103)

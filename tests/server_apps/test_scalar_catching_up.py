@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_module")
 def test_a_client_that_missed_rounds_or_joins_late_catches_up(
     tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A12: client 2 takes part in rounds 1 and 6 only, client 3 in round 6 only."""
+    """Missed rounds are applied in order: client 2 takes part in rounds 1 and 6 only, client 3 in round 6 only."""
     sampled_as(monkeypatch, lambda r: {1: [0, 1, 2], 6: [0, 1, 2, 3]}.get(r, [0, 1]))
     config = {"hiso.fingerprint-every": 1, "num-server-rounds": 6, "client-evaluation": "last"}
     run = tiny(tmp_path / "run", config, clients=6)

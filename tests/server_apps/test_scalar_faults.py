@@ -65,14 +65,14 @@ def test_a_round_below_the_quorum_leaves_no_record(tmp_path: Path) -> None:
 
 
 def test_a_node_that_draws_other_directions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A11."""
+    """The same seed with other numbers on one device would lead replicas astray in silence."""
     monkeypatch.setattr(sys.modules["fedapps.client_apps.app"], "_kernel", lambda device: "0" * 64)
     with pytest.raises(RosterError, match=r"partition 5\), kernel: expected directions with checksum .*got 0000"):
         tiny(tmp_path / "run", {"node-wait": 0.0})
 
 
 def test_directions_depend_on_no_global_state(tmp_path: Path) -> None:
-    """A11: whatever the process has drawn before, journals are equal, and the global generators are left alone."""
+    """Whatever the process has drawn before, journals are equal, and the global generators are left alone."""
     first = tiny(tmp_path / "first")
     torch.manual_seed(1234)
     np.random.seed(99)  # noqa: NPY002
@@ -84,7 +84,7 @@ def test_directions_depend_on_no_global_state(tmp_path: Path) -> None:
 
 
 def test_buffers_stay_and_tied_weights_are_one(tmp_path: Path) -> None:
-    """A09, A30."""
+    """Probes leave statistics of batches alone, and a tensor of two names is perturbed once."""
     run = tiny(tmp_path / "run", {"task": "fedapps_testing:BatchNormSites"})
     assert (run.model["1.running_mean"] == 0).all()
     assert int(run.model["1.num_batches_tracked"]) == 0

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_module")
 
 @pytest.mark.parametrize("method", METHODS)
 def test_three_rounds_and_a_resume_are_six_rounds(tmp_path: Path, method: str) -> None:
-    """A26: journal bytes too."""
+    """Nothing is lost by a stop: model and journal, to the byte."""
     config = {"method": method, "fraction-train": 0.67, f"{method}.fingerprint-every": 2}
     straight = tiny(tmp_path / "straight", config)
     tiny(tmp_path / "halves", {**config, "num-server-rounds": 3})
