@@ -201,7 +201,7 @@ def test_one_client_gets_its_own_model_back() -> None:
 # Devices --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_blocks_on_a_gpu_are_those_of_the_cpu() -> None:
     """To rounding: the order of sums differs. Everything but what travels stays on the device."""
     settings = {"damping": 0.1, "lr": 0.1, "refresh": 2, "max_width": 20, "estimate": Estimate.AVERAGE}

@@ -191,7 +191,7 @@ def test_a_loss_that_evaluation_would_not_report_is_refused():
         OnlyLoss(TaskConfig())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_evaluation_on_a_gpu_agrees_with_the_cpu(task):
     arrays, data = task.initial_arrays(0), task.load()[0]
     assert task.evaluate(arrays, data, "cuda") == pytest.approx(task.evaluate(arrays, data), rel=1e-5)
