@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedapps import methods
 from fedapps.results.replay import replay
 from fedapps.strategies.hiso import HiSo
 from fedapps.tasks import PartitionConfig, PartitionKind
@@ -16,7 +17,7 @@ from fedapps.zeroth_order.journal import Journal
 
 from ..simulation import runs
 
-METHODS = ["hiso", "decomfl", "hiso-momentum"]
+METHODS = [method.name for method in methods.METHODS if method.replicas]
 
 TINY: dict[str, Any] = {
     "lr": 0.02, "local-steps": 2, "weighting": "uniform", "num-server-rounds": 6, "method": "hiso",
