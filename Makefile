@@ -2,9 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests run in JOBS processes; those that start Ray or a SuperLink in one of them, one after another.
+JOBS ?= 2
+PYTEST := python -m pytest -n $(JOBS) --dist loadgroup
 export FLWR_TELEMETRY_ENABLED := 0
 
-.PHONY: demo test check bench format clean
+.PHONY: help demo fast test cover check bench format clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,16 +24,22 @@ $(VENV)/.dev: $(VENV)/.demo
 demo: $(VENV)/.demo ## train FedPM on handwritten digits through Flower's simulation engine
 	$(BIN)/fedapps run --method fedpm --task digits --clients 10 --alpha 0.1 --rounds 10
 
+fast: $(VENV)/.dev ## run the unit tests, in under a minute
+	$(BIN)/$(PYTEST) -m "not engine and not slow and not gpu"
+
 # With CI=true the suite runs against the built wheel, from another folder, so that a file missing in it is noticed.
-test: $(VENV)/.dev ## run the tests
+test: $(VENV)/.dev ## run all tests
 ifeq ($(CI),true)
 	rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
-	elsewhere=$$(mktemp -d) && cd $$elsewhere && $(abspath $(BIN))/python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests; \
+	elsewhere=$$(mktemp -d) && cd $$elsewhere && $(abspath $(BIN))/$(PYTEST) -c $(CURDIR)/pyproject.toml $(CURDIR)/tests; \
 	  code=$$?; rm -rf $$elsewhere; exit $$code
 else
-	$(BIN)/python -m pytest
+	$(BIN)/$(PYTEST)
 endif
+
+cover: $(VENV)/.dev ## run all tests, and write which lines they reach into build/coverage
+	$(BIN)/$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 
 check: $(VENV)/.dev ## lint, format, types, import direction, generated files
 	$(BIN)/ruff check .
@@ -51,5 +63,5 @@ format: $(VENV)/.dev ## format the code and write the generated files
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/generate.py
 
-clean:
-	rm -rf $(VENV) build dist *.fab .mypy_cache .ruff_cache .pytest_cache
+clean: ## remove what was built and installed here
+	rm -rf $(VENV) build dist *.fab .coverage* .mypy_cache .ruff_cache .pytest_cache

@@ -1,8 +1,10 @@
-"""Fixtures: Flower's identity of the server, and environment variables that keep Flower quiet and local."""
+"""Fixtures of all tests, what their markers do, and environment variables that keep Flower quiet and local."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,40 @@ import pytest
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "1")
+# Tests run side by side: one thread each. Before torch and BLAS are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from fedapps.simulation.inprocess import set_server_identity
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group("engines"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Signals do what they do in a terminal, here and in processes that are started, whoever ignores them outside.
+
+    A script that starts the tests in the background ignores SIGINT for them, and ``nohup`` ignores SIGHUP.
+    """
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

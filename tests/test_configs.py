@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fedapps.methods import resolve_settings
+from fedapps.methods import METHODS, resolve_settings
 from fedapps.results.settings_file import from_toml
 from fedapps.simulation.sweep import config_of
 from fedapps.tasks.from_settings import load_task_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CIFAR = {"task": "cifar10", "num_server_rounds": 20, "local_epochs": 5, "batch_size": 64}
-PERSONAL = ["fedclup", "pfedme", "ditto", "localtrain", "globaltrain"]
+PERSONAL = [method.name for method in METHODS if method.family == "personalised"]
 EXPECTED = {
     "digits_comparison": {"task": "digits", "alpha": 0.1, "num_server_rounds": 20, "batch_size": 32},
     "cifar10_dirichlet01": {**CIFAR, "alpha": 0.1},

@@ -32,6 +32,7 @@ def run_project(name: str, tmp_path: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.engine
 def test_a_project_with_its_own_strategies_and_simulation_packages_runs_fedpm_under_flowers_start(
     tmp_path: Path,
 ) -> None:
@@ -44,6 +45,7 @@ def test_a_project_with_its_own_strategies_and_simulation_packages_runs_fedpm_un
     assert found["arrays"]["1.num_batches_tracked"] == []  # type: ignore[index]
 
 
+@pytest.mark.engine
 def test_a_legacy_project_runs_the_adapter(tmp_path: Path) -> None:
     found = run_project("legacy_project", tmp_path)
     assert found == {"round": 3, "shapes": [[12, 6], [12], [2, 12], [2]]}

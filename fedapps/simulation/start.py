@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,8 @@ OnRow = Callable[[dict[str, Any]], None]
 def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: OnRow | None = None) -> Ended:
     """Run a method from its settings to its results.
 
+    SIGTERM and a hang-up end it as Ctrl-C does.
+
     Args:
         run_config: Flat kebab-case keys; with ``resume`` their ``run-dir`` is gone on with.
         how: How to start it.
@@ -101,12 +104,32 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
         config["run-dir"] = str(folder.path)
     tail = Tail(folder, on_row, skip=settings.resume)
     try:
-        return _in_engine(config, how, folder, tail, settings.device)
+        with _signals_interrupt():
+            return _in_engine(config, how, folder, tail, settings.device)
     except KeyboardInterrupt:
         # The server's process was ended and left no word of its own.
         if folder is not None and folder.settings_path.exists():
             folder.write_summary(summarise(folder.read_metrics(), status=RunStatus.STOPPED, reason="interrupted"))
         raise
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the body at SIGTERM and SIGHUP; what is ignored, as a hang-up under ``nohup``, stays so."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Python lets no other one handle signals.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _in_engine(config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail, device: str) -> Ended:

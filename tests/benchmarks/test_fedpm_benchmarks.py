@@ -13,7 +13,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not part of the package")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not part of the package"),
+]
 
 
 def smoke(name: str, out: Path) -> dict[str, Any]:

@@ -18,7 +18,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PLAIN = ["a great many friends", "the music in this film", "one terrible road", "its second half"]
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not part of the package")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not part of the package"),
+]
 
 
 def write_sst2(folder: Path) -> None:

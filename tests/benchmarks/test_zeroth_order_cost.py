@@ -19,6 +19,7 @@ CONFIGURED = 1200 * 32 + 66 * 32 + 2 * (4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 
 """Elements of the tiny model: embeddings, two layers, last normalisation."""
 
 pytestmark = [
+    pytest.mark.engine,
     pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not part of the package"),
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"),
 ]

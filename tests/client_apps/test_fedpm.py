@@ -144,7 +144,7 @@ def test_what_is_preconditioned_is_said_in_the_first_row_with_a_valid_reply(
 
 
 def test_tied_weights_travel_once_and_a_layer_used_twice_has_a_block(tmp_path: Path) -> None:
-    """A30."""
+    """Head and embedding are one tensor, sent once."""
     run = short_run(tmp_path / "run", {"method": "fedpm", "task": "fedapps_layers:Tied"})
     assert list(run.model) == [
         "first.weight", "first.bias", "second.bias", "twice.weight", "twice.bias", "head.weight", "head.bias",
@@ -180,7 +180,10 @@ def resident_mb() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read the resident memory from")
 def test_memory_does_not_grow_over_rounds(tmp_path: Path) -> None:
-    """A23 in small: 12 clients, 3 a round, 0.27 million parameters and 1.1 MB of curvature a client."""
+    """Memory does not grow with clients and rounds.
+
+    12 clients, 3 a round, 0.27 million parameters and 1.1 MB of curvature a client.
+    """
     config = {
         "method": "fedpm", "task": "fedapps_layers:Wide", "task-options": f'sizes = "{",".join(["4"] * 12)}"',
         "fraction-train": 0.25, "local-steps": 1, "evaluate-every": 0,

@@ -87,7 +87,7 @@ def weights(content: RecordDict) -> float:
     ("mu", "minimiser"), [(2.0, (MINIMUM + 2.0 * ANCHOR) / 3.0), (0.5, (MINIMUM + 0.5 * ANCHOR) / 1.5)]
 )
 def test_many_steps_end_at_the_minimiser_of_the_pulled_objective(task: type[Task], mu: float, minimiser: float) -> None:
-    """A20: with an anchor that moved along, or none, they would end at 3; with the norm not squared, elsewhere."""
+    """With an anchor that moved along, or none, they would end at 3; with the norm not squared, elsewhere."""
     work = round_of(task, **{"fedprox.mu": mu, "local-steps": 300})
     assert weights(train(work)) == pytest.approx(minimiser, abs=1e-9)
     assert work.arrays["weights"].tolist() == [ANCHOR]
@@ -102,7 +102,7 @@ def test_the_second_step_by_hand(task: type[Task]) -> None:
 
 @TASKS
 def test_the_first_step_is_a_plain_gradient_step(task: type[Task]) -> None:
-    """A20: at the anchor the proximal gradient is zero, and finite."""
+    """At the anchor the proximal gradient is zero, and finite."""
     proximal = train(round_of(task, **{"fedprox.mu": 2.0, "local-steps": 1}))
     plain = train_fedavg(round_of(task, method="fedavg", **{"local-steps": 1}))
     assert weights(proximal) == weights(plain) == pytest.approx(1.2)

@@ -114,7 +114,10 @@ def point(cls: type[Task], start: float, **settings: Any) -> tuple[LocalProblem,
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
 def test_the_minimiser_is_between_the_own_optimum_and_the_anchor(cls: type[Task]) -> None:
-    """A20: f = (x - 3)^2/2, anchor 1, lambda 2: (3 + 2)/(1 + 2) = 5/3; the anchor stays bitwise what it was."""
+    """Anchor and model are two things, the norm is squared.
+
+    f = (x - 3)^2/2, anchor 1, lambda 2: (3 + 2)/(1 + 2) = 5/3; the anchor stays bitwise what it was.
+    """
     problem, arrays = point(cls, 1.0, local_steps=60)
     before = arrays["weights"].tobytes()
     trained = problem.descend(arrays, Pull(arrays, 2.0, 0.2))
@@ -124,7 +127,7 @@ def test_the_minimiser_is_between_the_own_optimum_and_the_anchor(cls: type[Task]
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
 def test_the_first_step_from_the_anchor_is_a_plain_one(cls: type[Task]) -> None:
-    """A20: from x = w the pull has gradient 0: 1 - 0.2 (1 - 3) = 1.4."""
+    """No NaN at the anchor: from x = w the pull has gradient 0: 1 - 0.2 (1 - 3) = 1.4."""
     problem, arrays = point(cls, 1.0, local_steps=1)
     for lam in (0.0, 2.0):
         assert problem.descend(arrays, Pull(arrays, lam, 0.2)).arrays["weights"] == pytest.approx([1.4], rel=1e-14)
@@ -140,7 +143,9 @@ def test_a_warm_start_is_pulled_to_the_anchor_not_to_itself(cls: type[Task]) -> 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
 def test_pfedme_moves_the_copy_after_each_batch(cls: type[Task]) -> None:
-    """A21: two batches, K = 1, lambda 2, eta 0.25 (rate 1/2), inner step 0.1, from w = 1, theta = 2.
+    """Which of pFedMe's models is which.
+
+    Two batches, K = 1, lambda 2, eta 0.25 (rate 1/2), inner step 0.1, from w = 1, theta = 2.
 
     theta = 2 - 0.1 (-1 + 2) = 1.9, copy = (1 + 1.9)/2 = 1.45; theta = 1.9 - 0.1 (-1.1 + 0.9) = 1.92, copy = 1.685.
     """

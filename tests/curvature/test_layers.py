@@ -47,7 +47,10 @@ def _images(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_convolution_is_its_matrix_times_its_rows(geometry: dict[str, object], bias: bool) -> None:
-    """A05: ``W_flat`` (bias as last column) times each patch is the output at that position."""
+    """Order of unfolding, stride, padding and dilation are the layer's.
+
+    ``W_flat`` (bias as last column) times each patch is the output at that position.
+    """
     conv = nn.Conv2d(3, 4, bias=bias, dtype=torch.float64, **geometry)
     x = _images()
     rows = input_rows(conv, x)[0]
@@ -103,7 +106,7 @@ def test_layer_without_registered_type_is_an_error() -> None:
 
 
 class Mixed(nn.Module):
-    """One module of every kind that A06 lists."""
+    """One module of every kind without a block: embedding, norms, a free parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +137,10 @@ def test_layout_says_for_every_trainable_parameter_what_happens() -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("out", "groups"), [(8, 2), (4, 4), (8, 1)], ids=["grouped", "depthwise", "one group"])
 def test_grouped_convolution_has_the_block_of_each_groups_channels(out: int, groups: int, bias: bool) -> None:
-    """A03: each group is a convolution of its own channels; ``functional.unfold`` of those is the brute force."""
+    """A group is not a dense layer.
+
+    Each is a convolution of its own channels; ``functional.unfold`` of those is the brute force.
+    """
     conv = nn.Conv2d(4, out, 3, groups=groups, padding=1, bias=bias, dtype=torch.float64)
     x = torch.randn(2, 4, 6, 5, dtype=torch.float64)
     (spec,) = model_layout(conv).blocks
@@ -189,7 +195,7 @@ def test_wide_layer_is_cut_into_even_blocks() -> None:
 
 
 def test_tied_weight_is_averaged_once_and_the_bias_with_it() -> None:
-    """A30."""
+    """Head and embedding are one tensor: it is listed once, and averaged."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Linear(4, 5))
     model[2].weight = model[0].weight
     layout = model_layout(model)

@@ -71,7 +71,7 @@ def test_equal_curvature_gives_the_weighted_mean(W: np.ndarray, clients: list[Cl
 
 
 def test_damping_alone_gives_the_weighted_mean(W: np.ndarray, clients: list[Client]) -> None:
-    """A08 (c): ``A_i = 0`` everywhere, so ``P_i = damping I``, here 1e-3."""
+    """Dead inputs: ``A_i = 0`` everywhere, so ``P_i = damping I``, here 1e-3."""
     dead = [(weight, 1e-3 * np.eye(WIDTH), W_i) for weight, _, W_i in clients]
     expected = np.average([W_i for _, _, W_i in clients], axis=0, weights=WEIGHTS)
     np.testing.assert_allclose(_mix(W, dead), expected, rtol=1e-12)
@@ -82,7 +82,10 @@ def test_one_client_gives_its_own_block(W: np.ndarray, clients: list[Client]) ->
 
 
 def test_equal_blocks_stay_whatever_the_curvature(W: np.ndarray, clients: list[Client]) -> None:
-    """A08 (e): at the model that was sent out bitwise, elsewhere up to rounding times the condition number."""
+    """Equal models stay where they are.
+
+    At the model that was sent out bitwise, elsewhere up to rounding times the condition number.
+    """
     assert np.array_equal(_mix(W, [(weight, P, W) for weight, P, _ in clients]), W)
     other = clients[0][2]
     np.testing.assert_allclose(_mix(W, [(weight, P, other) for weight, P, _ in clients]), other, rtol=1e-10)
@@ -202,7 +205,10 @@ def test_weights_are_applied_in_double() -> None:
 
 
 def test_buffers_of_batch_normalisation() -> None:
-    """A01 and A02: running mean by weight, counters 3 and 8 to an int64 of shape (), bool by or."""
+    """Statistics are averaged, counters stay integers.
+
+    Running mean by weight, counters 3 and 8 to an int64 of shape (), bool by or.
+    """
     first = {"running_mean": np.zeros(2, np.float32), "count": np.array(3), "seen": np.array([True, False, False])}
     second = {"running_mean": np.full(2, 10, np.float32), "count": np.array(8), "seen": np.array([False, False, True])}
     sums = start_mean(first)

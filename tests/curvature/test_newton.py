@@ -110,7 +110,7 @@ def test_many_steps_on_quadratics_are_one_scaled_newton_step() -> None:
 
 
 def test_single_example_without_damping_is_solved_with_added_damping_that_travels() -> None:
-    """A08: the Hessian of one example has rank one; the damping that was added is in ``P``."""
+    """The Hessian of one example has rank one; the damping that was added is in ``P``."""
     f = LogisticRegression(np.array([[1.0, 2.0, 0.0]]), np.array([1]), 0.0)
     reply = _step(f, np.zeros(3))
     assert np.isfinite(reply.theta).all()

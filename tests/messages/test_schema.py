@@ -42,7 +42,7 @@ def good() -> RecordDict:
 
 
 def test_arrays_keep_name_order_shape_dtype_and_value_through_bytes() -> None:
-    """A02: the state of a batch-normalised net, 0-dimensional integer included."""
+    """Nothing changes shape, dtype or value on the way: a batch-normalised net, its 0-dimensional integer included."""
     arrays = {**SENT, "half": np.arange(3, dtype=np.float16), "flag": np.array(True), "empty": np.zeros((0, 4))}
     data = recorddict_to_proto(RecordDict({"arrays": pack_arrays(arrays)})).SerializeToString()
     back = unpack_arrays(recorddict_from_proto(ProtoRecordDict.FromString(data)), "arrays", "test")
@@ -131,7 +131,10 @@ def test_a_message_without_config_is_refused() -> None:
 
 
 def test_payload_counts_the_arrays_alone_and_a_limit_names_the_largest() -> None:
-    """A27: counted bytes are the bytes of the arrays, and a message over the limit names its largest tensors."""
+    """Traffic is measured, not derived.
+
+    Counted bytes are the bytes of the arrays, and a message over the limit names its largest tensors.
+    """
     content = good()
     assert payload_bytes(content) == {"arrays": 24, "buffers": 16}
     check_size(content, 40e-6)

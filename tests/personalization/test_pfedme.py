@@ -1,4 +1,4 @@
-"""pFedMe: the model roles of field log A21, and Algorithm 1 by hand."""
+"""pFedMe: which of its models is which, and Algorithm 1 by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proximal objective in NumPy: closed forms, derivatives, and an anchor that stays where it is (field log A20)."""
+"""The proximal objective in NumPy: closed forms, derivatives, and an anchor that stays where it is."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedapps.personalization.proximal import (
 from fedapps.personalization.quadratic import Quadratic
 from fedapps.personalization.synthetic import Logistic
 
-A20 = Quadratic(np.eye(1), np.array([3.0]), 4.5)
+POINT = Quadratic(np.eye(1), np.array([3.0]), 4.5)
 """f = (x - 3)^2 / 2."""
 
 
 def test_descent_reaches_the_minimiser_of_field_log_a20() -> None:
     """Anchor 1 and lambda 2 have the minimiser (3 + 2 * 1) / (1 + 2) = 5/3; an unsquared penalty has another."""
-    proximal = Proximal(A20, np.array([1.0]), 2.0)
+    proximal = Proximal(POINT, np.array([1.0]), 2.0)
     found = descend([proximal] * 200, np.array([1.0]), 0.3)
     np.testing.assert_allclose(found, [5 / 3], atol=1e-12)
     assert proximal.loss(np.array([2.0])) == pytest.approx(0.5 + 1.0)  # (2-3)^2/2 + (2/2)(2-1)^2
@@ -35,15 +35,15 @@ def test_descent_reaches_the_minimiser_of_field_log_a20() -> None:
 
 def test_first_step_from_the_anchor_is_plain_gradient_descent() -> None:
     start = np.array([1.0])
-    first = descend([Proximal(A20, start, 2.0)], start, 0.1)
+    first = descend([Proximal(POINT, start, 2.0)], start, 0.1)
     assert np.isfinite(first).all()
-    np.testing.assert_array_equal(first, descend([A20], start, 0.1))
+    np.testing.assert_array_equal(first, descend([POINT], start, 0.1))
 
 
 def test_anchor_that_is_the_start_itself_still_pulls_and_is_bitwise_unchanged() -> None:
     start = np.array([1.0])
     before = start.tobytes()
-    proximal = Proximal(A20, start, 2.0)
+    proximal = Proximal(POINT, start, 2.0)
     second = descend([proximal] * 2, start, 0.1)
     assert start.tobytes() == before
     assert proximal.anchor.tobytes() == before
@@ -69,7 +69,7 @@ def test_derivatives_match_central_differences() -> None:
 def test_each_batch_gets_one_step() -> None:
     other = Quadratic(2 * np.eye(1), np.array([0.0]))
     # 1 -> 1 - 0.1 * (1 - 3) = 1.2 -> 1.2 - 0.1 * 2 * 1.2 = 0.96
-    np.testing.assert_allclose(descend([A20, other], np.array([1.0]), 0.1), [0.96], rtol=1e-15)
+    np.testing.assert_allclose(descend([POINT, other], np.array([1.0]), 0.1), [0.96], rtol=1e-15)
 
 
 def test_curvature_range_is_that_of_the_spectrum() -> None:
@@ -104,7 +104,7 @@ def test_the_bound_of_stability_is_where_descent_diverges() -> None:
 @pytest.mark.parametrize("lam", [-1.0, float("nan"), float("inf")])
 def test_impossible_lambda_is_refused(lam: float) -> None:
     with pytest.raises(SettingsError, match="lambda: expected a finite number not below 0"):
-        Proximal(A20, np.zeros(1), lam)
+        Proximal(POINT, np.zeros(1), lam)
 
 
 def test_zero_lambda_is_refused_where_it_must_be_positive() -> None:

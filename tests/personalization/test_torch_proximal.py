@@ -1,4 +1,4 @@
-"""The proximal term on torch modules: equal to NumPy's, never aliased (field log A20), only on personal parts; curvature."""
+"""The proximal term on torch modules: equal to NumPy's, never aliased, only on personal parts; curvature."""
 
 from __future__ import annotations
 

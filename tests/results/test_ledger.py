@@ -43,7 +43,7 @@ def test_a_row_says_where_it_belongs() -> None:
 
 
 def test_a_linear_layer_with_bias_is_60_bytes_down_and_its_block_60_more_up() -> None:
-    """Field log A27: (4 * 3 + 3) float32 = 60 B; the upper triangle of a 5 x 5 block is 15 float32 = 60 B."""
+    """What travels is counted: (4 * 3 + 3) float32 = 60 B; the upper triangle of a 5 x 5 block is 15 float32 = 60 B."""
     model = arrays(weight=np.zeros((3, 4), np.float32), bias=np.zeros(3, np.float32))
     down = row_of(message_of(arrays=model))
     assert down["payload"] == {"arrays": 60}

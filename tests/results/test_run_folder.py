@@ -112,7 +112,7 @@ def test_files_that_cannot_be_read_are_named(folder: RunFolder) -> None:
 
 
 def test_going_back_to_a_round_removes_later_rows_torn_lines_and_the_summary(folder: RunFolder) -> None:
-    """Field log A26: after a resume the files read as if the run had never gone on."""
+    """After a resume the files read as if the run had never gone on."""
     for server_round in range(4):
         folder.append_metrics({"round": server_round, "phase": "evaluate", "loss": math.nan, "x": 0.1 * server_round})
         folder.append_ledger({"round": server_round, "payload": {"arrays": 8}})

@@ -128,7 +128,7 @@ def test_localtrain_and_globaltrain_are_the_ends_of_the_dial(tmp_path: Path) -> 
 
 
 def test_pfedme_has_the_fixed_point_of_the_joint_problem_and_its_limits(tmp_path: Path) -> None:
-    """A21: w = mean of the copies; with exact inner solutions the fixed point is FedCLUP's."""
+    """Which of pFedMe's models is which: w = mean of the copies; with exact inner solutions the fixed point is FedCLUP's."""
     config = {**LINEAR, "method": "pfedme", "local-epochs": 1, "pfedme.inner-steps": 60, "pfedme.eta": 3.0}
     run = short_run(tmp_path / "run", {**config, "num-server-rounds": 30}, 4)
     clients = quadratics(config, 4)
@@ -164,7 +164,10 @@ def test_dittos_global_model_is_fedavgs_and_its_personal_models_are_pulled_to_it
     ("method", "workers"), [*((method, 0) for method in KEEPERS), ("fedclup", 2), ("pfedme", 2)]
 )  # Workers are slow to start, and know nothing of the method: two are enough.
 def test_a_client_goes_on_where_its_last_folded_reply_left_it(tmp_path: Path, method: str, workers: int) -> None:
-    """A13, also for clients skipped between: the same in two workers, and without the model of a lost reply."""
+    """What a client keeps lasts, also for clients skipped between.
+
+    The same in two workers, and without the model of a lost reply.
+    """
     config = {"method": method, "num-server-rounds": 4, "fraction-train": 0.67, "client-evaluation": "none"}
     faults = {(2, p): empty for p in range(3)}
     straight = short_run(tmp_path / "straight", config, workers=workers, faults=faults)
@@ -178,7 +181,7 @@ def test_a_client_goes_on_where_its_last_folded_reply_left_it(tmp_path: Path, me
 
 @pytest.mark.parametrize("method", [*KEEPERS, "globaltrain"])
 def test_killing_and_resuming_loses_no_personal_model(tmp_path: Path, method: str) -> None:
-    """A26: a run that failed in round 3, after clients had already saved it, goes on as if nothing had happened."""
+    """A run that failed in round 3, after clients had already saved it, goes on as if nothing had happened."""
     config = {
         "method": method, "fraction-train": 0.67, "on-failure": "fail-fast", "num-server-rounds": 4,
         "client-test-fraction": 0.34, "client-evaluation": "every",
@@ -238,7 +241,10 @@ def test_a_round_below_the_quorum_leaves_sum_and_clients_as_they_were(tmp_path: 
 
 @pytest.mark.parametrize("method", KEEPERS)
 def test_personal_models_of_all_clients_are_measured_on_their_own_data(tmp_path: Path, method: str) -> None:
-    """A22: three clients with the same inputs, client k calls everything class k; one client a round, nine rounds."""
+    """Every client is scored, by its own model.
+
+    Three clients with the same inputs, client k calls everything class k; one client a round, nine rounds.
+    """
     config = {
         "method": method, "task": "fedapps_testing:Conflict", "fraction-train": 0.34, "num-server-rounds": 9, "lr": 0.5,
         "local-epochs": 5, "client-test-fraction": 0.25, "client-evaluation": "last",

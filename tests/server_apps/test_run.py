@@ -15,6 +15,7 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 from fedapps.client_apps import work
 from fedapps.errors import CheckpointError, RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays, unpack_arrays
+from fedapps.methods import METHODS, Method
 from fedapps.server_apps import run
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask
@@ -23,8 +24,13 @@ from ..simulation import runs
 
 short_run, assert_same_model = runs.short_run, runs.assert_same_model
 
-METHODS = ["fedavg", "fedpm", "localnewton", "fedavgm", "fedprox", "fedadam", "fedyogi", "fedadagrad"]
-PERSONAL = ["fedclup", "pfedme", "ditto", "localtrain"]
+EVERY = [method.name for method in METHODS if "torch" in method.task_kinds]
+ONE_MODEL = [
+    method
+    for method in METHODS
+    if "torch" in method.task_kinds and method.travels_down.startswith("model") and method.client_state == "none"
+]
+"""Methods with one model, which the server sends and clients train from: neither replicas nor models of their own."""
 
 pytestmark = pytest.mark.usefixtures("own_module")
 
@@ -82,9 +88,9 @@ def _asked(reply: Message) -> Message:
 # The same bits, whatever the order and the number of workers --------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*METHODS, *PERSONAL])
+@pytest.mark.parametrize("method", EVERY)
 def test_workers_order_of_arrival_and_waiting_on_disk_change_nothing(tmp_path: Path, method: str) -> None:
-    """A24."""
+    """Neither the order of arrival nor the number of workers changes a bit."""
     config = {"method": method, "num-server-rounds": 3}
     straight = short_run(tmp_path / "straight", config)
     ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -111,7 +117,7 @@ def test_extra_evaluation_changes_neither_sampling_nor_model(tmp_path: Path) -> 
     assert 0 <= more.rows("client-evaluate")[-1]["client-test-accuracy-worst-decile"] <= 1
 
 
-@pytest.mark.parametrize("method", [*METHODS, *PERSONAL])
+@pytest.mark.parametrize("method", EVERY)
 def test_another_seed_gives_another_model(tmp_path: Path, method: str) -> None:
     first = short_run(tmp_path / "1", {"method": method, "seed": 1})
     second = short_run(tmp_path / "2", {"method": method, "seed": 2})
@@ -153,7 +159,7 @@ FAULTS = {
 def test_a_bad_client_is_named_and_the_others_go_on(
     tmp_path: Path, log: Any, method: str, fault: Any, reason: str
 ) -> None:
-    """A25, A14: with the other clients the round is what it would be without this one."""
+    """A fault is named and takes no part: with the other clients the round is what it would be without this one."""
     config = {"method": method, "round-timeout": 0.5, "num-server-rounds": 1}
     run = short_run(tmp_path / "faulty", config, faults={(1, 1): fault})
     row = run.rows("train")[0]
@@ -217,9 +223,9 @@ def test_a_diverged_client_is_refused_and_a_diverged_run_fails(tmp_path: Path) -
 # Resume --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*METHODS, *PERSONAL, "fedapps_testing:MEMORY"])
+@pytest.mark.parametrize("method", [*EVERY, "fedapps_testing:MEMORY"])
 def test_three_rounds_and_a_resume_are_six_rounds(tmp_path: Path, method: str) -> None:
-    """A26."""
+    """Model, metrics and sampled clients are those of a run that never stopped."""
     config = {"method": method, "fraction-train": 0.67, "client-test-fraction": 0.34, "client-evaluation": "every"}
     straight = short_run(tmp_path / "straight", {**config, "num-server-rounds": 6})
     short_run(tmp_path / "halves", {**config, "num-server-rounds": 3})
@@ -288,12 +294,18 @@ def test_a_wrong_setting_fails_before_anything_is_written(tmp_path: Path) -> Non
 # Buffers, sizes, memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [m.name for m in ONE_MODEL if m.family != "zeroth order"]
+)  # Probes leave buffers alone.
 def test_batch_norm_statistics_are_averaged_and_counters_kept(tmp_path: Path, method: str) -> None:
-    """A01, A02: clients of 10 and 30 examples, shifted by 0 and 10; weights 0.25 and 0.75."""
+    """Statistics of batches travel and counters stay integers.
+
+    Clients of 10 and 30 examples, shifted by 0 and 10; weights 0.25 and 0.75.
+    """
     config = {
         "method": method, "task": "fedapps_testing:BatchNormSites", "task-options": 'sizes = "10,30"\nshift = 10.0',
         "batch-size": 5, "num-server-rounds": 1, "lr": 1e-3,
+        "client-test-fraction": 0.0, "client-validation-fraction": 0.0, "client-evaluation": "none",
     }  # fmt: skip
     both = short_run(tmp_path / "both", config, 2).model
     alone = [short_run(tmp_path / f"only-{p}", config, 2, faults={(1, 1 - p): empty}).model for p in (0, 1)]
@@ -305,15 +317,15 @@ def test_batch_norm_statistics_are_averaged_and_counters_kept(tmp_path: Path, me
     assert (both["1.running_var"] > 0).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_tied_weights_travel_once_and_stay_tied(tmp_path: Path, method: str) -> None:
-    """A30: head and embedding are one tensor, under its first name."""
-    run = short_run(tmp_path / "run", {"method": method, "task": "fedapps_testing:TiedSites"})
+@pytest.mark.parametrize("method", ONE_MODEL, ids=lambda method: method.name)
+def test_tied_weights_travel_once_and_stay_tied(tmp_path: Path, method: Method) -> None:
+    """Head and embedding are one tensor, under its first name."""
+    run = short_run(tmp_path / "run", {"method": method.name, "task": "fedapps_testing:TiedSites"})
     size = 4 * (4 * 3 + 4)
     assert list(run.model) == ["embedding.weight", "head.bias"]
     ledger = [row for row in run.folder.read_ledger() if row["kind"] == "train"]
     assert {row["payload"]["arrays"] for row in ledger if row["direction"] == "down"} == {size}
-    if method != "fedpm":  # It sends parameters in curvature blocks.
+    if method.travels_up.startswith("model"):  # FedPM sends parameters in curvature blocks.
         assert {row["payload"]["arrays"] for row in ledger if row["direction"] == "up"} == {size}
     task = load_task("fedapps_testing:TiedSites", TaskConfig())
     assert isinstance(task, TorchTask)
@@ -338,10 +350,13 @@ def test_variances_stay_positive_and_counters_integer_under_server_optimisers(tm
     assert run.summary["status"] == "completed"
 
 
-@pytest.mark.parametrize("method", [*METHODS, *PERSONAL])
+@pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("task", ["Sites", "BatchNormSites"])
 def test_clients_of_any_size_from_one_example_work(tmp_path: Path, method: str, task: str) -> None:
-    """A16: batch 8, clients of 3, 8, 9 and 1 examples, with and without batch normalisation."""
+    """Smaller than a batch, and a last batch of one.
+
+    Batch 8, clients of 3, 8, 9 and 1 examples, with and without batch normalisation.
+    """
     run = short_run(
         tmp_path / "run",
         {"method": method, "task": f"fedapps_testing:{task}", "task-options": 'sizes = "3,8,9,1"', "batch-size": 8},
@@ -352,7 +367,7 @@ def test_clients_of_any_size_from_one_example_work(tmp_path: Path, method: str, 
 
 
 def test_weights_are_examples_not_batches(tmp_path: Path) -> None:
-    """A17: 10 and 90 examples in batches of 50 (1 and 2 batches) weigh 0.1 and 0.9."""
+    """By examples, not batches: 10 and 90 examples in batches of 50 (1 and 2 batches) weigh 0.1 and 0.9."""
     config = {"task-options": 'sizes = "10,90"', "batch-size": 50, "num-server-rounds": 1}
     both = short_run(tmp_path / "both", config, 2).model
     alone = [short_run(tmp_path / f"only-{p}", config, 2, faults={(1, 1 - p): empty}).model for p in (0, 1)]
@@ -365,7 +380,7 @@ def test_weights_are_examples_not_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_client_state_is_that_of_the_last_folded_reply(tmp_path: Path, workers: int) -> None:
-    """A13: also for clients that were skipped, whose reply was lost, and with several workers."""
+    """What a client keeps lasts, also for clients that were skipped, whose reply was lost, and with several workers."""
     config = {"method": "fedapps_testing:MEMORY", "num-server-rounds": 4}
     run = short_run(tmp_path / "run", config, workers=workers, faults={(2, 1): empty})
     # Client 1 lost round 2, so it remembers one round less than the others from then on.
@@ -378,7 +393,7 @@ def test_client_state_is_that_of_the_last_folded_reply(tmp_path: Path, workers: 
 
 
 def test_the_ledger_counts_what_travels(tmp_path: Path) -> None:
-    """A27: rows by round, partition, direction and kind; FedAvg sends the model both ways."""
+    """Traffic is measured: rows by round, partition, direction and kind; FedAvg sends the model both ways."""
     run = short_run(tmp_path / "run", {})
     ledger = [row for row in run.folder.read_ledger() if row["kind"] == "train"]
     size = 4 * (4 * 5 + 5 + 5 * 2 + 2)

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.flower_cli import FlowerCli
 from fedapps.simulation.flower_environment import flower_program
@@ -16,6 +18,7 @@ from fedapps.simulation.processes import CONNECTION, SuperLink
 CHECKOUT = Path(__file__).parents[2]
 
 
+@pytest.mark.engine
 def test_flwr_run_on_a_checkout(tmp_path: Path) -> None:
     app = tmp_path / "checkout"
     app.mkdir()

@@ -23,7 +23,7 @@ from .deployment import Deployment, loopback_deployment
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("own_module")]
 
 
 @pytest.mark.parametrize(("method", "actors"), [("fedpm", 2), ("fedavg", 1), ("fedclup", 2)])

@@ -118,6 +118,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60.0) 
     return dict(json.loads(path.read_text()))
 
 
+@pytest.mark.engine
 def test_a_simulation_that_fails_says_so_after_its_clients_have_worked(
     tmp_path: Path, modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,8 @@ def test_a_simulation_that_fails_says_so_after_its_clients_have_worked(
     assert outcome.run_id in (tmp_path / "superlink.log").read_text()
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_simulation_is_gone_with_all_of_ray(
     tmp_path: Path, modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +167,7 @@ def test_an_interrupted_simulation_is_gone_with_all_of_ray(
     assert not Path(learnt["home"]).exists()
 
 
+@pytest.mark.engine
 def test_a_superlink_that_dies_is_an_error_with_its_log(
     tmp_path: Path, modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +191,7 @@ def test_a_superlink_that_dies_is_an_error_with_its_log(
         )
 
 
+@pytest.mark.engine
 def test_runs_on_a_superlink_complete_fail_and_are_stopped(
     tmp_path: Path, modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_an_exception_inside_the_block_ends_the_service_and_goes_on(program: str
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.usefixtures("default_signals")
 def test_a_service_does_not_outlive_a_launcher_that_is_killed(program: str, number: signal.Signals) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
@@ -153,6 +154,7 @@ def test_check_raises_once_the_service_has_ended(program: str) -> None:
             service.check()
 
 
+@pytest.mark.engine
 def test_a_superlink_writes_its_connection_to_a_configuration_of_its_own(tmp_path: Path) -> None:
     with SuperLink(simulation=False, log_path=tmp_path / "log") as superlink:
         config = tomllib.loads((superlink.home / "config.toml").read_text())

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fedapps.methods import resolve_settings
 from fedapps.results.replay import replay, verify, write_replayed
 from fedapps.results.run_folder import RunFolder
@@ -19,6 +21,8 @@ from fedapps.zeroth_order.store import Store
 
 from . import runs
 from .deployment import Deployment, loopback_deployment
+
+pytestmark = pytest.mark.engine
 
 DIGITS: dict[str, Any] = {
     "method": "hiso", "task": "digits-mlp", "partition": "iid", "partition-column": "", "evaluate-every": 0,

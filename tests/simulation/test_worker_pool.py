@@ -35,6 +35,7 @@ def test_workers_are_other_processes() -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
+@pytest.mark.usefixtures("default_signals")
 def test_a_busy_worker_ends_with_its_parent(tmp_path: Path, end: signal.Signals) -> None:
     script, said = tmp_path / "parent.py", tmp_path / "worker.pid"
     script.write_text(SCRIPT)

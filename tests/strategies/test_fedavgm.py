@@ -25,7 +25,10 @@ def step(
 
 
 def test_momentum_has_the_sum_form() -> None:
-    """A19: deltas +1 and +1 with beta 0.9 and server lr 1 give 1, then 1 + (0.9 + 1) = 2.9 (the other form: 0.1, 0.29)."""
+    """Momentum as a sum, not an average.
+
+    Deltas +1 and +1 with beta 0.9 and server lr 1 give 1, then 1 + (0.9 + 1) = 2.9 (the other form: 0.1, 0.29).
+    """
     strategy = FedAvgM(server_momentum=0.9)
     first = step(strategy, 1, {"x": np.zeros(1)}, 1.0)
     assert first["x"] == pytest.approx(1.0)
@@ -41,7 +44,6 @@ def test_the_server_learning_rate_scales_the_step_and_not_the_momentum() -> None
 
 
 def test_without_momentum_and_with_server_lr_one_it_is_fedavg_bitwise() -> None:
-    """A19."""
     momentum, plain = FedAvgM(server_learning_rate=1.0, server_momentum=0.0), FedAvg()
     model = {"x": np.random.default_rng(0).normal(size=100).astype(np.float32)}
     for server_round in (1, 2, 3):

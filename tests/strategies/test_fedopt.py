@@ -32,7 +32,9 @@ def two_steps(strategy: FedOptMixin) -> list[float]:
 
 
 def test_two_steps_of_fedadam_with_flowers_bias_correction() -> None:
-    """A19: ``m`` is an average (weight ``1 - beta_1``), and the correction in round ``t`` has the exponent ``t + 1``.
+    """Which Adam it is.
+
+    ``m`` is an average (weight ``1 - beta_1``), and the correction in round ``t`` has the exponent ``t + 1``.
 
     Without correction, and with the usual exponent ``t``, the first step would be another.
     """

@@ -132,7 +132,6 @@ def test_one_client_gives_its_own_model() -> None:
 
 
 def test_equal_models_are_left_as_they_are_whatever_the_curvature() -> None:
-    """A08 (e)."""
     new = mix(FedPM(), {i: reply_of(MODEL, curvature(i)) for i in range(3)})
     np.testing.assert_array_equal(matrix(new), matrix(MODEL))
 
@@ -155,7 +154,7 @@ def test_a_client_split_in_two_is_one_client() -> None:
 
 
 def test_the_payload_is_model_and_triangle() -> None:
-    """A27: Linear(4, 3) with bias in float32: 60 bytes of ``M`` and 60 of the packed 5 x 5 block."""
+    """What travels is counted: Linear(4, 3) with bias in float32: 60 bytes of ``M`` and 60 of the packed 5 x 5 block."""
     content = reply_of(trained(0), curvature(0))
     sizes = payload_bytes(content)
     assert (sizes["products"], sizes["curvature"]) == (60, 60)
@@ -378,7 +377,10 @@ def test_a_malformed_reply_is_refused_and_leaves_the_sums_alone(
 
 
 def test_a_block_that_is_zero_on_every_client_is_an_error_that_names_it() -> None:
-    """A08 (b), (c): with damping the block would be the plain mean; without it there is nothing to divide by."""
+    """Blocks that are zero everywhere.
+
+    With damping the block would be the plain mean; without it there is nothing to divide by.
+    """
     strategy = FedPM()
     strategy.rounds.begin(1, MODEL, [0])
     strategy.receive(0, reply_of(MODEL, np.zeros((5, 5))))

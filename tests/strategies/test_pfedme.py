@@ -43,7 +43,7 @@ def test_the_model_is_mixed_with_the_mean_and_buffers_are_averaged() -> None:
 
 
 def test_beta_one_is_one_plain_average() -> None:
-    """A21."""
+    """With ``beta = 1`` the server's step is one plain average."""
     mixed, plain = one_round(PFedMe(beta=1.0)), one_round(LocalNewton())
     for name, value in plain.items():
         assert mixed[name].tobytes() == value.tobytes()

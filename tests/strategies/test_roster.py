@@ -100,14 +100,14 @@ def test_of_two_nodes_for_a_partition_the_newer_wins() -> None:
 
 
 def test_fewer_clients_than_partitions_names_both_numbers() -> None:
-    """A31: the nodes say 4 partitions, 3 are there."""
+    """Two numbers for one fact: the nodes say 4 partitions, 3 are there."""
     nodes = {n: replace(FACTS, partition=n, num_partitions=4) for n in range(3)}
     with pytest.raises(RosterError, match=r"expected 4 \(num-partitions of the nodes\), got 3 .* missing partitions 3"):
         refresh(FakeGrid(nodes))
 
 
 def test_more_clients_than_partitions_are_refused_by_name() -> None:
-    """A31: the nodes say 2 partitions, one of them counts 3."""
+    """Two numbers for one fact: the nodes say 2 partitions, one of them counts 3."""
     nodes = {n: replace(FACTS, partition=n) for n in range(2)} | {9: replace(FACTS, partition=2, num_partitions=3)}
     roster = refresh(FakeGrid(nodes))
     assert roster.num_partitions == 2

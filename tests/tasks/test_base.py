@@ -40,7 +40,10 @@ def clients(task: Task, num_partitions: int) -> list:
 
 @pytest.mark.parametrize("num_partitions", [1, 3, 4, 5])
 def test_clients_and_validation_share_the_pool_and_nothing_else(num_partitions):
-    """A31: for any number of clients each example of the pool is used exactly once, and the test set never."""
+    """No data unused or used twice.
+
+    For any number of clients each example of the pool is used exactly once, and the test set never.
+    """
     task = Counting(TaskConfig(validation_fraction=0.1, client_validation_fraction=0.2, client_test_fraction=0.1))
     parts = [part for c in clients(task, num_partitions) for part in (c.train, c.validation, c.test)]
     used = np.concatenate([part.inputs for part in parts] + [task.server_data().validation.inputs])
@@ -66,7 +69,7 @@ def test_server_validation_is_stratified_and_cut_before_the_split():
 
 
 def test_validation_leaves_every_client_of_a_column_something():
-    """A16 with a split by column: of 12 clients, six have one example; none of those goes to the server."""
+    """A split by column leaves tiny clients: of 12 clients, six have one example; none of those goes to the server."""
     site = np.concatenate([np.arange(6), 6 + np.arange(94) % 6])
 
     class Sites(Counting):
@@ -105,7 +108,7 @@ def test_client_shares_are_of_what_the_client_has():
 
 @pytest.mark.parametrize("size", [1, 3, 8, 9])
 def test_small_clients_keep_something_to_train_on(size):
-    """A16: clients of 1, 3, 8 and 9 examples work; the one example of a client is trained on."""
+    """Smaller than a batch: clients of 1, 3, 8 and 9 examples work; the one example of a client is trained on."""
     config = TaskConfig(
         options={"examples": size}, client_validation_fraction=0.5, client_test_fraction=0.4, validation_fraction=0.0
     )
@@ -116,7 +119,7 @@ def test_small_clients_keep_something_to_train_on(size):
 
 
 def test_sizes_are_numbers_of_examples():
-    """A17: what a client reports as its size is its number of examples, here 10 and 90 by the column."""
+    """What a client reports as its size is its number of examples, not of batches, here 10 and 90 by the column."""
 
     class Uneven(Counting):
         def load(self):
@@ -131,7 +134,7 @@ def test_sizes_are_numbers_of_examples():
     ("partition", "num_partitions"), [(4, 4), (-1, 4), (0, 0)], ids=["one-too-many", "negative", "no-partitions"]
 )
 def test_a_partition_outside_the_split_is_refused_with_both_numbers(partition, num_partitions):
-    """A31: the message names the partition id and the number of partitions."""
+    """A partition that does not exist: the message names the partition id and the number of partitions."""
     with pytest.raises(TaskError, match=f"partition {partition}.*num-partitions is {num_partitions}"):
         Counting(TaskConfig()).client_data(partition, num_partitions)
 
@@ -142,7 +145,7 @@ def test_more_clients_than_examples_are_refused():
 
 
 def test_an_empty_training_set_is_refused():
-    """A14: nobody can train on nothing."""
+    """No empty splits: nobody can train on nothing."""
     with pytest.raises(TaskError, match="task 'Counting': expected at least one training example, got none"):
         Counting(TaskConfig(options={"examples": 0})).client_data(0, 1)
 

@@ -69,13 +69,13 @@ def test_zero_counts_as_plus_one(data):
 
 
 def test_no_examples_no_metrics():
-    """A14: evaluation with 0 examples leaves the metrics out."""
+    """No division by a total of zero: evaluation with 0 examples leaves the metrics out."""
     task = Made(TaskConfig())
     assert task.evaluate(task.initial_arrays(0), task.server_data().test) == {}
 
 
 def test_one_example_is_enough(data):
-    """A16: the objective of one example is finite, and so are its derivatives."""
+    """The smallest client: the objective of one example is finite, and so are its derivatives."""
     objective = Made(TaskConfig()).objective(data.take(np.array([3])))
     assert np.isfinite([objective.loss(THETA), *objective.gradient(THETA), *np.ravel(objective.hessian(THETA))]).all()
 

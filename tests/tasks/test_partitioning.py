@@ -33,7 +33,7 @@ def split(config: PartitionConfig, num_partitions: int, seed: int = 0) -> tuple[
 
 @pytest.mark.parametrize(("config", "num_partitions"), CONFIGS)
 def test_every_example_goes_to_exactly_one_client(config, num_partitions):
-    """A31: the union of the indices is the whole set, and no client is empty."""
+    """No data unused or used twice: the union of the indices is the whole set, and no client is empty."""
     parts = split(config, num_partitions)
     assert len(parts) == num_partitions
     assert min(len(part) for part in parts) >= 1
@@ -91,7 +91,7 @@ def test_small_alpha_gives_clients_few_classes():
 
 
 def test_an_infeasible_minimum_is_refused_at_once():
-    """A15: 100 samples, 50 clients, minimum 10."""
+    """A split that cannot be met is refused at once, not sought for ever: 100 samples, 50 clients, minimum 10."""
     start = time.perf_counter()
     with pytest.raises(TaskError, match="50 x 10 > 100"):
         partition_indices(LABELS[:100], 50, PartitionConfig(min_size=10), 0)
@@ -100,7 +100,7 @@ def test_an_infeasible_minimum_is_refused_at_once():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_hard_dirichlet_split_ends(seed):
-    """A15: 1000 samples, 100 clients, alpha 0.05, minimum 1."""
+    """A hard split ends in bounded time: 1000 samples, 100 clients, alpha 0.05, minimum 1."""
     start = time.perf_counter()
     parts = partition_indices(LABELS, 100, PartitionConfig(alpha=0.05, min_size=1), seed)
     assert time.perf_counter() - start < 5

@@ -36,7 +36,7 @@ def test_names_trainable_first_tied_once_nothing_frozen_or_volatile():
 
 
 def test_round_trip_keeps_names_shapes_dtypes_and_values():
-    """A02, on this side of the wire: 0-dimensional int64 and float64 stay what they are."""
+    """The way there and back changes no shape or dtype: 0-dimensional int64 and float64 stay what they are."""
     source, target = Mixed(), Mixed()
     with torch.no_grad():
         source.norm.num_batches_tracked.fill_(7)

@@ -70,7 +70,7 @@ def test_the_initial_module_is_that_of_the_initial_arrays(task):
 
 
 def test_evaluation_equals_a_sum_over_single_examples(task, monkeypatch):
-    """A17: means over examples, not over batches of 7, 7, 7, 7 and 2; reference in float64, one example at a time."""
+    """Means over examples, not over batches of 7, 7, 7, 7 and 2; reference in float64, one example at a time."""
     monkeypatch.setattr(module_under_test, "EVALUATION_BATCH", 7)
     train, test = task.load()
     data = Data(np.concatenate([train.inputs, test.inputs]), np.concatenate([train.targets, test.targets]))
@@ -85,14 +85,14 @@ def test_evaluation_equals_a_sum_over_single_examples(task, monkeypatch):
 
 
 def test_no_examples_no_metrics(task):
-    """A14: evaluation with 0 examples leaves the metrics out."""
+    """No division by a total of zero: evaluation with 0 examples leaves the metrics out."""
     empty = task.load()[0].take(np.empty(0, dtype=np.intp))
     assert task.evaluate(task.initial_arrays(0), empty) == {}
     assert task.evaluate_module(task.module(task.initial_arrays(0)), empty) == {}
 
 
 def test_one_example_and_batch_normalisation(task):
-    """A16: evaluation mode uses running statistics, so a batch of one works."""
+    """A last batch of one: evaluation mode uses running statistics, so a batch of one works."""
     one = task.load()[0].take(np.array([3]))
     assert np.isfinite(task.evaluate(task.initial_arrays(0), one)["loss"])
 
@@ -191,7 +191,7 @@ def test_a_loss_that_evaluation_would_not_report_is_refused():
         OnlyLoss(TaskConfig())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_evaluation_on_a_gpu_agrees_with_the_cpu(task):
     arrays, data = task.initial_arrays(0), task.load()[0]
     assert task.evaluate(arrays, data, "cuda") == pytest.approx(task.evaluate(arrays, data), rel=1e-5)

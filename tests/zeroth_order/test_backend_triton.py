@@ -22,8 +22,6 @@ from fedapps.zeroth_order.dispatch import apply_rounds, kernel_checksum, kernel_
 from fedapps.zeroth_order.number_formats import NumberFormat
 from fedapps.zeroth_order.tensors import like, to_numpy
 
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
 
 def test_interpreted_kernels_have_the_bits_of_the_reference() -> None:
     """The interpreter is switched on before the kernels are imported, so in a process of its own."""
@@ -35,13 +33,13 @@ def test_interpreted_kernels_have_the_bits_of_the_reference() -> None:
     assert ran.stdout.splitlines() == [", ".join(combination) for combination in combinations]
 
 
-@ON_GPU
+@pytest.mark.gpu
 def test_the_gpu_draws_what_the_cpu_draws() -> None:
     assert kernel_name("cuda") == "triton"
     assert kernel_checksum("cuda") == kernel_checksum("cpu")
 
 
-@ON_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("method", ["decomfl", "hiso", "hiso-momentum"])
 @pytest.mark.parametrize("number_format", list(NumberFormat))
 @pytest.mark.parametrize("distribution", list(Distribution))

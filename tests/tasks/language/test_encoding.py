@@ -68,7 +68,7 @@ def sentencepiece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-# Label words: A29 ------------------------------------------------------------------------------------------
+# Label words -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [False, True], ids=["plain", "with a start token"])
@@ -117,7 +117,7 @@ def test_a_word_that_melts_into_the_template_is_refused(tokenizer: Any) -> None:
         following_ids(tokenizer, "It was gre", ["at"])
 
 
-# Too long prompts: A28 -------------------------------------------------------------------------------------
+# Too long prompts ------------------------------------------------------------------------------------------
 
 
 def test_a_long_prompt_keeps_the_template_and_loses_the_end_of_the_text(tokenizer: Any) -> None:

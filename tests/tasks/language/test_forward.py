@@ -54,7 +54,7 @@ def padded(rows: list[torch.Tensor], side: str) -> torch.Tensor:
 def test_logits_of_a_row_do_not_depend_on_what_is_beside_it(
     model: Any, side: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A28, against the model itself on the row alone, without mask and positions."""
+    """Padding moves no answer's logits: against the model itself on the row alone, without mask and positions."""
     rows = [row(3), row(9, 1), row(5, 2), row(2, 3)]
     if not packed:
         monkeypatch.setattr(forward, "PACKING", frozenset())

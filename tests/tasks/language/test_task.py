@@ -291,7 +291,7 @@ def short(
 def test_tied_weights_stay_tied_and_travel_once(
     short: Callable[..., runs.Left], make: Callable[..., Any], method: str
 ) -> None:
-    """A30."""
+    """Head and embedding are one tensor: it travels, moves and stays tied as one."""
     left = short("run", method)
     names = list(make("sst2", "opt").initial_arrays(0))
     assert list(left.model) == names

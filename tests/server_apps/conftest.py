@@ -1,0 +1,45 @@
+"""Fixtures of runs: no replica left by another test, Flower's log, nodes with state folders of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context
+
+from fedapps.client_apps import replicas
+from fedapps.client_apps.work import Node
+
+from ..simulation import runs
+
+
+@pytest.fixture(autouse=True)
+def _no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds the replica of another one."""
+    monkeypatch.setattr(replicas, "_held", None)
+
+
+@pytest.fixture
+def log() -> Iterator[Any]:
+    handler = runs.LogLines()
+    logging.getLogger("flwr").addHandler(handler)
+    yield handler
+    logging.getLogger("flwr").removeHandler(handler)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Give every client a node of its own with a state folder, as SuperNodes have: replicas lie in memory-mapped stores."""
+
+    def folder(partition: int) -> Path:
+        return tmp_path / "nodes" / str(partition)
+
+    def of(context: Context) -> Node:
+        partition = int(context.node_config["partition-id"])
+        return Node(partition, int(context.node_config["num-partitions"]), folder(partition))
+
+    monkeypatch.setattr(Node, "of", of)
+    return folder

@@ -1,0 +1,206 @@
+"""A run from its settings to its results: what ends it, what is read of it while it goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedapps.errors import LaunchError, RoundFailedError, SettingsError
+from fedapps.results.run_folder import RunFolder
+from fedapps.results.summary import RunStatus
+from fedapps.simulation import start as module_under_test
+from fedapps.simulation.reaper import members
+from fedapps.simulation.start import Engine, Start, Tail, logged_to, start
+
+from . import runs
+
+INPROCESS = Start(engine=Engine.INPROCESS, num_clients=3)
+ENDLESS = [
+    sys.executable, "-c", "from fedapps.cli import main; main()", "run", "--method", "fedavg", "--task", "digits-mlp",
+    "--engine", "inprocess", "--clients", "2", "--partition", "iid", "--set", "local-steps=1", "--rounds", "100000",
+]  # fmt: skip
+
+own_module = pytest.mark.usefixtures("own_module")
+
+
+def waited(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+# Signals -------------------------------------------------------------------------------------------------
+
+
+def endless_run(out: Path, *before: str) -> subprocess.Popen[bytes]:
+    """A run in a session of its own; it has finished a round."""
+    process = subprocess.Popen(
+        [*before, *ENDLESS, "--out", str(out)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    waited(lambda: rounds_of(out) > 2 or process.poll() is not None)
+    assert process.poll() is None
+    return process
+
+
+def rounds_of(out: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in out.glob("*/metrics.jsonl"))
+
+
+def assert_stopped(out: Path, process: subprocess.Popen[bytes]) -> None:
+    assert process.wait(timeout=30) == 130
+    assert members({process.pid}) == set()
+    [folder] = out.iterdir()
+    summary = RunFolder.open(folder).read_summary()
+    assert summary is not None
+    assert summary["status"] == "stopped"
+    assert summary["rounds"] >= 1
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.skipif(shutil.which("nohup") is None, reason="there is no nohup")
+def test_nohup_lets_a_run_survive_a_hang_up_and_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
+    process = endless_run(tmp_path, "nohup")
+    process.send_signal(signal.SIGHUP)
+    before = rounds_of(tmp_path)
+    waited(lambda: rounds_of(tmp_path) > before + 2)
+    process.send_signal(signal.SIGTERM)
+    assert_stopped(tmp_path, process)
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("default_signals")
+def test_a_hang_up_ends_a_run_cleanly(tmp_path: Path) -> None:
+    process = endless_run(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert_stopped(tmp_path, process)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_interrupts_and_is_put_back(number: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt), module_under_test._signals_interrupt():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_what_is_ignored_outside_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with module_under_test._signals_interrupt():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@own_module
+def test_a_run_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(start({**runs.SITES}, INPROCESS, tmp_path)))
+    thread.start()
+    thread.join()
+    assert [end.status for end in ended] == [RunStatus.COMPLETED]
+
+
+# Outcomes ------------------------------------------------------------------------------------------------
+
+
+@own_module
+def test_a_run_says_where_its_folder_is_and_gives_every_row(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    ended = start({**runs.SITES}, INPROCESS, tmp_path, rows.append)
+    assert (ended.status, ended.reason) == (RunStatus.COMPLETED, "")
+    assert ended.folder is not None
+    assert ended.folder.parent == tmp_path
+    assert rows == RunFolder.open(ended.folder).read_metrics()
+    more = start({**runs.SITES, "num-server-rounds": 3, "run-dir": str(ended.folder), "resume": True}, INPROCESS, None,
+                 (resumed := []).append)  # fmt: skip
+    assert more.folder == ended.folder
+    assert {row["round"] for row in resumed} == {3}
+    assert "round 3/3" in (ended.folder / "flower.log").read_text()
+
+
+@own_module
+def test_a_run_that_fails_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RoundFailedError("round 1: nobody came")
+
+    monkeypatch.setattr(module_under_test, "run_inprocess", fail)
+    ended = start({**runs.SITES}, INPROCESS, tmp_path)
+    assert ended.status is RunStatus.FAILED
+    assert ended.reason == "RoundFailedError: round 1: nobody came"
+
+
+@own_module
+def test_an_interrupt_is_noted_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(config: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        RunFolder(Path(config["run-dir"])).write_settings(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module_under_test, "run_inprocess", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start({**runs.SITES}, INPROCESS, tmp_path)
+    [folder] = tmp_path.iterdir()
+    assert (RunFolder.open(folder).read_summary() or {})["status"] == "stopped"
+
+
+@own_module
+def test_wrong_settings_and_a_run_without_a_place_start_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError):
+        start({**runs.SITES, "lr": -1.0}, INPROCESS, tmp_path)
+    with pytest.raises(LaunchError, match="--out"):
+        start({**runs.SITES}, INPROCESS, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Rows and log --------------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_once_whole_and_from_the_end_of_what_was_there(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, method="fedavg", task="digits", seed=0)
+    folder.metrics_path.write_text('{"round": 1}\n')
+    everything: list[Any] = []
+    news: list[Any] = []
+    tails = [Tail(folder, everything.append, skip=False), Tail(folder, news.append, skip=True)]
+    for text in ('{"round": 2}\n{"rou', 'nd": 3}\n', ""):
+        with folder.metrics_path.open("a") as file:
+            file.write(text)
+        for tail in tails:
+            tail.look()
+    assert everything == [{"round": n} for n in (1, 2, 3)]
+    assert news == [{"round": n} for n in (2, 3)]
+    # A resume cuts rows off; what is written in their place is new.
+    folder.metrics_path.write_text(json.dumps({"round": 1}) + "\n")
+    tails[1].look()
+    with folder.metrics_path.open("a") as file:
+        file.write('{"round": 2, "again": true}\n')
+    tails[1].look()
+    assert news[2:] == [{"round": 2, "again": True}]
+
+
+def test_flowers_log_goes_to_the_file_and_comes_back(tmp_path: Path) -> None:
+    logger = logging.getLogger("flwr")
+    before = list(logger.handlers)
+
+    def fail() -> None:
+        with logged_to(tmp_path / "log"):
+            logger.error("a line")
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail()
+    assert (tmp_path / "log").read_text().rstrip().endswith("ERROR a line")
+    assert logger.handlers == before
