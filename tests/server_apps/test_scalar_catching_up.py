@@ -160,7 +160,7 @@ def test_a_replica_in_the_minority_is_rebuilt_at_its_next_message(
                 next(client.model.parameters()).add_(1e-3)
         return result
 
-    monkeypatch.setattr(zeroth_order, "_measure", measure_and_go_astray)
+    monkeypatch.setattr(hiso, "_measure", measure_and_go_astray)
     run = tiny(tmp_path / "run", config)
     assert "round 2: client 2: its replica went astray and is built again at its next message" in log.text
     assert [row["rebuilt"] for row in run.rows("train")] == [0, 0, 0, 1]
@@ -229,7 +229,7 @@ def test_a_replica_that_goes_astray_between_two_clients_is_found(
     """The second client has nothing to apply, so only the comparison with the journal's last fingerprint shows it."""
     config = {"hiso.fingerprint-every": 1}
     straight = tiny(tmp_path / "straight", config)
-    save = zeroth_order.save_journal
+    save = hiso.save_journal
 
     def save_and_lead_astray(work: ClientWork, journal: Journal) -> None:
         save(work, journal)
@@ -237,7 +237,7 @@ def test_a_replica_that_goes_astray_between_two_clients_is_found(
             with torch.no_grad():
                 next(replicas._held.model.parameters()).add_(1e-3)
 
-    monkeypatch.setattr(zeroth_order, "save_journal", save_and_lead_astray)
+    monkeypatch.setattr(hiso, "save_journal", save_and_lead_astray)
     run = tiny(tmp_path / "run", config)
     assert [row["rebuilt"] for row in run.rows("train")] == [0, 0, 0, 1, 0, 0]
     assert journal_of(run) == journal_of(straight)
