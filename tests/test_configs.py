@@ -46,4 +46,5 @@ def test_personalised_methods_have_the_same_gradients_of_a_round_on_mnist(classe
     passes = {"pfedme": getattr(settings.own, "inner_steps", 1), "ditto": 2}.get(method, 1)
     assert settings.local_steps * passes == 20
     assert (settings.partition, settings.classes_per_client, settings.batch_size) == ("classes", classes, 16)
-    assert load_task_of(settings).options == {"model": "cnn", "train-examples": 4000}
+    options = load_task_of(settings).options
+    assert (options.model, options.train_examples) == ("cnn", 4000)
