@@ -27,7 +27,6 @@ __all__ = [
     "TaskConfig",
     "TaskInfo",
     "TaskKind",
-    "list_tasks",
     "load_task",
     "setting",
     "task_class",
@@ -229,15 +228,6 @@ MAX_LOADED = 4
 """Most tasks that `load_task` keeps in a process; the one that was used longest ago is dropped first."""
 
 _loaded: OrderedDict[tuple[type[Task], str], Task] = OrderedDict()
-
-
-def list_tasks() -> tuple[TaskInfo, ...]:
-    """List the built-in tasks.
-
-    Returns:
-        The rows of the registry.
-    """
-    return TASKS
 
 
 def task_kind(name: str) -> TaskKind:
