@@ -21,9 +21,8 @@ from fedapps.methods import resolve_settings
 from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization import theory
 from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Reason, Rule, choose_lambda
-from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings
+from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings, personal_names
 from fedapps.personalization.local_fits import LocalFit
-from fedapps.personalization.parts import personal_names
 from fedapps.personalization.proximal import pulled_step
 from fedapps.results.settings_file import to_toml
 from fedapps.settings import Settings, default_config

@@ -30,8 +30,13 @@ from numpy.typing import NDArray
 
 from fedapps.errors import FedAppsError, TaskError
 from fedapps.settings import SettingsModel
-from fedapps.tasks.partitioning import PartitionConfig, PartitionKind, partition_indices
-from fedapps.tasks.split_table import partition_summary, partition_table
+from fedapps.tasks.partitioning import (
+    PartitionConfig,
+    PartitionKind,
+    partition_indices,
+    partition_summary,
+    partition_table,
+)
 from fedapps.tasks.splits import Indices, Purpose, hold_out, stream
 
 if TYPE_CHECKING:
