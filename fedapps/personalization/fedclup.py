@@ -66,18 +66,13 @@ class Stale(StrEnum):
 class FedClupConfig:
     """The server's numbers, which may change from round to round.
 
-    Attributes:
-        lam: ``lambda > 0``.
-        gamma: Server step, above 0: `default_gamma`, or ``1/lambda`` for plain averaging.
-        stale: What stands for clients that did not reply.
-
     Raises:
         SettingsError: A number is out of range, or ``reuse-models`` has ``gamma > 1/lambda``.
     """
 
-    lam: float
-    gamma: float
-    stale: Stale = Stale.REUSE
+    lam: float  # ``lambda > 0``
+    gamma: float  # server step, above 0: `default_gamma`, or ``1/lambda`` for plain averaging
+    stale: Stale = Stale.REUSE  # what stands for clients that did not reply
 
     def __post_init__(self) -> None:
         check_lambda(self.lam, positive=True)
@@ -113,15 +108,10 @@ class ServerState:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a client sends, and what it must keep if the server folds it.
+    """What a client sends, and what it must keep if the server folds it."""
 
-    Attributes:
-        message: New minus last folded value, in the model's dtype.
-        known: What the server's sum then holds of this client, float64.
-    """
-
-    message: dict[str, NDArray[Any]]
-    known: dict[str, NDArray[np.float64]]
+    message: dict[str, NDArray[Any]]  # new minus last folded value, in the model's dtype
+    known: dict[str, NDArray[np.float64]]  # what the server's sum then holds of this client, float64
 
 
 def default_gamma(lam: float, L: float, num_sampled: int, num_clients: int) -> float:

@@ -16,17 +16,11 @@ from fedapps.zeroth_order.replica import Replica
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave.
+    """What a replay gave."""
 
-    Attributes:
-        round: The round whose model this is.
-        fingerprint: Of parameters and state after it.
-        arrays: The model, name -> array, in the order of the base model's file.
-    """
-
-    round: int
-    fingerprint: str
-    arrays: dict[str, np.ndarray]
+    round: int  # the round whose model this is
+    fingerprint: str  # of parameters and state after it
+    arrays: dict[str, np.ndarray]  # the model, name -> array, in the order of the base model's file
 
 
 def replay(journal: Path, base: Path, last: int | None = None) -> Replayed:

@@ -33,18 +33,11 @@ OF_PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """What a replay gave.
+    """What a replay gave."""
 
-    Attributes:
-        round: The round whose model this is.
-        fingerprint: Of parameters and state after it.
-        source: Source of the base model.
-        model: The model.
-    """
-
-    round: int
-    fingerprint: str
-    source: str
+    round: int  # the round whose model this is
+    fingerprint: str  # of parameters and state after it
+    source: str  # source of the base model
     model: PreTrainedModel
 
     @property

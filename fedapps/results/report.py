@@ -28,19 +28,12 @@ NOT_COMPARED = {"seed", "run-dir", "resume", "device", "data-dir"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run read from its folder; it need not have ended.
-
-    Attributes:
-        path: Its folder.
-        settings: Dotted key -> value.
-        rows: Rows of ``metrics.jsonl``.
-        summary: As `summarise` gives it; status ``unfinished`` if the folder has none.
-    """
+    """A run read from its folder; it need not have ended."""
 
     path: Path
-    settings: Mapping[str, Scalar]
-    rows: Sequence[Row]
-    summary: Mapping[str, Any]
+    settings: Mapping[str, Scalar]  # dotted key -> value
+    rows: Sequence[Row]  # rows of ``metrics.jsonl``
+    summary: Mapping[str, Any]  # as `summarise` gives it; status ``unfinished`` if the folder has none
 
     @property
     def method(self) -> str:

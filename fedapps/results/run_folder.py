@@ -57,13 +57,9 @@ _LONGEST_PART = 60
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on disk.
+    """One run on disk."""
 
-    Attributes:
-        path: Absolute path: Flower runs the app in another working directory.
-    """
-
-    path: Path
+    path: Path  # absolute path: Flower runs the app in another working directory
 
     def __post_init__(self) -> None:
         if not self.path.is_absolute():

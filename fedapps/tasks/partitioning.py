@@ -37,21 +37,13 @@ class PartitionKind(StrEnum):
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """How to split the training examples.
+    """How to split the training examples."""
 
-    Attributes:
-        kind: The kind of split; the other fields each belong to one kind.
-        alpha: Dirichlet: concentration, > 0; small values give clients few classes.
-        classes_per_client: Classes: number of classes of each client, >= 1.
-        column: Column: name of the column whose values are the clients.
-        min_size: Dirichlet: least number of examples of a client, >= 1.
-    """
-
-    kind: PartitionKind = PartitionKind.DIRICHLET
-    alpha: float = 0.1
-    classes_per_client: int = 2
-    column: str = ""
-    min_size: int = 1
+    kind: PartitionKind = PartitionKind.DIRICHLET  # the kind of split; the other fields each belong to one kind
+    alpha: float = 0.1  # Dirichlet: concentration, > 0; small values give clients few classes
+    classes_per_client: int = 2  # Classes: number of classes of each client, >= 1
+    column: str = ""  # Column: name of the column whose values are the clients
+    min_size: int = 1  # Dirichlet: least number of examples of a client, >= 1
 
     def __post_init__(self) -> None:
         column_missing = self.kind is PartitionKind.COLUMN and not self.column
@@ -181,17 +173,11 @@ MAX_CLASS_COLUMNS = 12
 
 @dataclass(frozen=True)
 class PartitionRow:
-    """What one client got.
-
-    Attributes:
-        partition: Partition id.
-        examples: Number of training examples.
-        counts: Label -> number of examples; classes that the client lacks are left out.
-    """
+    """What one client got."""
 
     partition: int
-    examples: int
-    counts: Mapping[str, int]
+    examples: int  # number of training examples
+    counts: Mapping[str, int]  # label -> number of examples; classes that the client lacks are left out
 
 
 def partition_summary(targets: NDArray[Any], parts: Sequence[Indices]) -> list[PartitionRow]:

@@ -36,32 +36,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that round 1 starts from.
+    """The model that round 1 starts from."""
 
-    Attributes:
-        id: A hub id, a folder's name, or a task's name.
-        revision: Of the hub, a checksum of a file, or None.
-        fingerprint: Of the state at the start of the run.
-    """
-
-    id: str
-    revision: str | None
-    fingerprint: str
+    id: str  # a hub id, a folder's name, or a task's name
+    revision: str | None  # of the hub, a checksum of a file, or None
+    fingerprint: str  # of the state at the start of the run
 
 
 @dataclass(frozen=True)
 class Header:
-    """The first line of a journal.
+    """The first line of a journal."""
 
-    Attributes:
-        scheme: Method, seed, distribution and policy of `H`.
-        base: The model at the start.
-        layout: The trainable tensors in order.
-    """
-
-    scheme: Scheme
-    base: BaseModel
-    layout: Layout
+    scheme: Scheme  # method, seed, distribution and policy of `H`
+    base: BaseModel  # the model at the start
+    layout: Layout  # the trainable tensors in order
 
 
 def header_line(header: Header) -> str:
@@ -229,17 +217,11 @@ def _unreadable(where: str, got: str) -> JournalError:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a journal: every applied round with `after < round <= through`.
+    """A part of a journal: every applied round with `after < round <= through`."""
 
-    Attributes:
-        after: Who holds the state of this round may apply the slice.
-        through: The round whose state the slice leads to; refused rounds between have no record.
-        records: The rounds, in order.
-    """
-
-    after: int
-    through: int
-    records: tuple[Record, ...]
+    after: int  # who holds the state of this round may apply the slice
+    through: int  # the round whose state the slice leads to; refused rounds between have no record
+    records: tuple[Record, ...]  # the rounds, in order
 
     def __post_init__(self) -> None:
         rounds = [record.round for record in self.records]
@@ -253,17 +235,11 @@ class Slice:
 
 @dataclass
 class Journal:
-    """A journal in memory; the persistent state of a client is such a prefix.
+    """A journal in memory; the persistent state of a client is such a prefix."""
 
-    Attributes:
-        header: What is constant over the run.
-        records: The applied rounds, in order.
-        through: The last round that is known, applied or refused.
-    """
-
-    header: Header
-    records: list[Record] = field(default_factory=list)
-    through: int = 0
+    header: Header  # what is constant over the run
+    records: list[Record] = field(default_factory=list)  # the applied rounds, in order
+    through: int = 0  # the last round that is known, applied or refused
 
     def __post_init__(self) -> None:
         records, self.records = self.records, []
