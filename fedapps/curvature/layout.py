@@ -152,9 +152,6 @@ class Layout:
 def describe_tiles(spec: BlockSpec) -> str:
     """Describe the shapes of a layer's blocks, for people.
 
-    Args:
-        spec: The layer.
-
     Returns:
         ``"block 5 x 5"`` or ``"2 blocks 19 x 19"``.
     """
@@ -169,9 +166,6 @@ def layout_from_json(text: str, who: str) -> Layout:
     Args:
         text: JSON from a message.
         who: Whose message, for the error.
-
-    Returns:
-        The layout.
 
     Raises:
         MessageError: The text is not a layout.

@@ -126,9 +126,6 @@ def default_gamma(lam: float, L: float, num_sampled: int, num_clients: int) -> f
         num_sampled: ``|S|``, clients in a round.
         num_clients: ``N``.
 
-    Returns:
-        The step.
-
     References:
         arXiv 2410.08934 for full participation; the share ``|S|/N`` is this project's.
     """
@@ -140,9 +137,6 @@ def initial_state(model: Arrays) -> ServerState:
 
     Args:
         model: The (personal tensors of the) initial model.
-
-    Returns:
-        The state.
     """
     return restart(ServerState(model={name: np.array(w) for name, w in model.items()}, total={}, generation=-1))
 
@@ -151,9 +145,6 @@ def restart(state: ServerState) -> ServerState:
     """Void the running sum, for when a client has lost its store and can no longer take back what it once added.
 
     The global model stays. Every client's next reply counts as its first, whatever it knew.
-
-    Args:
-        state: The state.
 
     Returns:
         The state with an empty sum, one generation on.
@@ -214,9 +205,6 @@ def fold(state: ServerState, message: Arrays, weight: float, *, first: bool) -> 
         message: `Sent.message`.
         weight: ``p_i``, of weights that sum to 1 over all ``N`` clients.
         first: Whether this is the client's first folded reply of this generation (``replies``: always).
-
-    Returns:
-        The new state.
 
     Raises:
         MessageError: The reply has other tensors than the model.

@@ -112,9 +112,6 @@ def pulled_step(lr: float, lambda_: float, personal_lr: float = 0.0) -> float:
         lambda_: The pull.
         personal_lr: A step of the user's own, taken as it is; 0 for none.
 
-    Returns:
-        The step.
-
     References:
         arXiv 2410.08934, condition ``eta <= 1/(L + lambda)``.
     """

@@ -74,9 +74,6 @@ def random_quadratics(num_clients: int, dimension: int, *, mu: float, L: float, 
         mu: Least eigenvalue of every client.
         L: Greatest eigenvalue of every client; those between are spread evenly on a log scale.
         seed: Seed.
-
-    Returns:
-        The clients.
     """
     random = np.random.default_rng(seed)
     spectrum = np.geomspace(mu, L, dimension)

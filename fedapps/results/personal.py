@@ -109,9 +109,6 @@ class ClientRow:
 def personal_metric(runs: Sequence[Run]) -> str | None:
     """Name what the personal models of some runs are judged by.
 
-    Args:
-        runs: The runs.
-
     Returns:
         The first of `METRICS` that one of them has; None without personal models.
     """
@@ -178,9 +175,6 @@ def client_table(runs: Sequence[Run]) -> list[ClientRow]:
 
 def client_gains(runs: Sequence[Run]) -> Gains:
     """Measure each client's gain over LocalTrain and GlobalTrain on the same data of the same clients.
-
-    Args:
-        runs: The runs.
 
     Returns:
         The gains, difference of the metric (of errors and losses: the reference's minus the method's), for the methods of

@@ -31,9 +31,6 @@ def replay(journal: Path, base: Path, last: int | None = None) -> Replayed:
         base: Safetensors file with the model before round 1, such as the run's ``initial.safetensors``.
         last: The round; None for the last one. A refused round leaves the model of the round before.
 
-    Returns:
-        The model.
-
     Raises:
         JournalError: A file is missing or malformed, they do not belong together, the journal has no such round, or the
             state differs from a fingerprint.

@@ -84,9 +84,6 @@ def replay_model(journal: Path, source: str, last: int | None = None) -> Replaye
         source: Source of the base model; that of the frozen model if adapters were trained.
         last: The round; None for the last one.
 
-    Returns:
-        The model.
-
     Raises:
         JournalError: A file is missing or malformed, they do not belong together, the journal has no such round, or the
             state differs from a fingerprint.

@@ -77,9 +77,6 @@ def payload_until(run: Run, server_round: int) -> float:
 def curves_of(run: Run) -> dict[str, list[float | None]]:
     """Give the accuracies of a run over rounds, for a record.
 
-    Args:
-        run: The run.
-
     Returns:
         ``rounds``, ``payload`` (bytes of training until then, both ways), and each of `RECORDED` that the run has, with None
         where a round has none.
@@ -95,9 +92,6 @@ def curves_of(run: Run) -> dict[str, list[float | None]]:
 
 def train_loss(run: Run) -> dict[int, float]:
     """Give the training loss over rounds.
-
-    Args:
-        run: The run.
 
     Returns:
         Round -> loss, for the rounds that have one.

@@ -120,9 +120,6 @@ class Spread:
 
         Args:
             values: The values; None and what is not finite are left out.
-
-        Returns:
-            The spread.
         """
         finite = [float(value) for value in values if value is not None and math.isfinite(value)]
         return cls(
@@ -227,9 +224,6 @@ def to_rich(rows: Sequence[TableRow], title: str | None = None) -> Table:
 def to_markdown(rows: Sequence[TableRow]) -> str:
     """Make a table for a document.
 
-    Args:
-        rows: The rows.
-
     Returns:
         Markdown; empty without rows.
     """
@@ -242,9 +236,6 @@ def to_markdown(rows: Sequence[TableRow]) -> str:
 
 def to_csv(rows: Sequence[TableRow]) -> str:
     """Make a table for a spreadsheet.
-
-    Args:
-        rows: The rows.
 
     Returns:
         CSV with a header; an unknown value is empty.
@@ -260,9 +251,6 @@ def to_csv(rows: Sequence[TableRow]) -> str:
 
 def to_json_rows(rows: Sequence[TableRow]) -> str:
     """Make a table for a program.
-
-    Args:
-        rows: The rows.
 
     Returns:
         A JSON list of objects; an unknown value is null.

@@ -102,9 +102,6 @@ class Advice:
 
         Args:
             run_config: What `advise` was given.
-
-        Returns:
-            The command.
         """
         advised = {"fedclup.lambda": float(f"{self.report.lam:.4g}")}
         if self.num_local_steps is not None:
@@ -168,9 +165,6 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
     Args:
         run_config: Flat kebab-case keys; the method is FedCLUP whatever they say.
         num_clients: ``N``.
-
-    Returns:
-        The advice.
 
     Raises:
         FedAppsError: A setting or the data is wrong, or a run with the recommended ``lambda`` would refuse ``gamma``.

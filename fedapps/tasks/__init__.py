@@ -164,9 +164,6 @@ def task_kind(name: str) -> TaskKind:
     Args:
         name: A name, or ``my_pkg.my_mod:MyTask``.
 
-    Returns:
-        The kind.
-
     Raises:
         TaskError: There is no such task.
     """
@@ -190,9 +187,6 @@ def task_class(name: str) -> type[Task]:
 
     Args:
         name: A name, or ``my_pkg.my_mod:MyTask``.
-
-    Returns:
-        The class.
 
     Raises:
         TaskError: There is no such task, it cannot be imported, or it is not a complete subclass of `Task`.
@@ -224,9 +218,6 @@ def load_task(name: str, config: TaskConfig) -> Task:
     Args:
         name: A name, or ``my_pkg.my_mod:MyTask`` for one of one's own.
         config: What the settings say about the task.
-
-    Returns:
-        The task.
 
     Raises:
         TaskError: There is no such task, it cannot be imported, or an option is wrong.

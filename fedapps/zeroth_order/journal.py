@@ -55,9 +55,6 @@ class Header:
 def header_line(header: Header) -> str:
     """Write a header.
 
-    Args:
-        header: The header.
-
     Returns:
         One line of JSON.
     """
@@ -79,9 +76,6 @@ def header_line(header: Header) -> str:
 
 def record_line(record: Record) -> str:
     """Write a round.
-
-    Args:
-        record: The round.
 
     Returns:
         One line of JSON; `fingerprint` and `momentum` only where there are any.
@@ -110,9 +104,6 @@ def parse_header(line: str, where: str) -> Header:
         line: One line of JSON.
         where: File and line, for messages.
 
-    Returns:
-        The header.
-
     Raises:
         JournalError: It is no header of this format.
     """
@@ -139,9 +130,6 @@ def parse_record(line: str, where: str) -> Record:
     Args:
         line: One line of JSON.
         where: File and line, for messages.
-
-    Returns:
-        The round.
 
     Raises:
         JournalError: A field is missing, unknown, of the wrong type or out of range, or scalars are not a matrix.
@@ -253,9 +241,6 @@ class Journal:
             text: Lines.
             where: Where the text comes from, for messages.
 
-        Returns:
-            The journal.
-
         Raises:
             JournalError: A line other than a torn last one cannot be read, or the rounds are out of order.
         """
@@ -264,12 +249,6 @@ class Journal:
     @classmethod
     def read(cls, path: Path) -> Journal:
         """Read a journal file; a torn last line is dropped.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The journal.
 
         Raises:
             JournalError: There is no such file, or a line cannot be read.
@@ -286,9 +265,6 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Add a round.
-
-        Args:
-            record: The round.
 
         Raises:
             JournalError: The round or its steps lie before the end, or the record lacks what the method needs.
@@ -416,9 +392,6 @@ class JournalFile:
         Args:
             path: The file.
 
-        Returns:
-            The open journal.
-
         Raises:
             JournalError: It cannot be read.
         """
@@ -434,9 +407,6 @@ class JournalFile:
 
     def append(self, record: Record) -> None:
         """Add a round, in memory and on disk.
-
-        Args:
-            record: The round.
 
         Raises:
             JournalError: See `Journal.append`.
@@ -456,9 +426,6 @@ class JournalFile:
 
 def show(journal: Journal) -> list[str]:
     """Describe a journal in lines for a reader.
-
-    Args:
-        journal: The journal.
 
     Returns:
         What the run fixed, then a line a round.

@@ -67,9 +67,6 @@ class Layout:
     def difference(self, other: Layout) -> str | None:
         """Say where another layout differs first.
 
-        Args:
-            other: The other layout.
-
         Returns:
             A phrase, or None if they are equal.
         """
@@ -86,9 +83,6 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 
     Args:
         tensors: Name -> NumPy array (bfloat16 as `uint16`) or torch tensor.
-
-    Returns:
-        Their layout.
 
     Raises:
         DirectionError: There is none, or one is not float32, bfloat16 or float16.
