@@ -40,21 +40,14 @@ __all__ = [
 class TaskInfo:
     """One row of the registry."""
 
-    name: str
-    """Value of the setting ``task``."""
-    target: str
-    """``module:class``."""
+    name: str  # value of the setting ``task``
+    target: str  # ``module:class``
     kind: TaskKind
-    about: str
-    """The task in one line."""
-    source: str
-    """Where the data comes from, and how it gets here."""
-    licence: str
-    """Licence of the data, as stated."""
-    download: bool = False
-    """Whether the user must fetch a file first."""
-    group: str = ""
-    """Tasks that share tuned settings; ``""`` if the task shares them with all of its kind only."""
+    about: str  # the task in one line
+    source: str  # where the data comes from, and how it gets here
+    licence: str  # licence of the data, as stated
+    download: bool  # whether the user must fetch a file first
+    group: str  # tasks that share tuned settings; "" if the task shares them with all of its kind only
 
 
 def _family(
