@@ -26,7 +26,7 @@ from fedapps.messages.blocks import CURVATURE
 from fedapps.messages.schema import payload_bytes
 from fedapps.results.environment import describe_environment
 from fedapps.results.units import human_bytes
-from fedapps.tasks.image_models import resnet18_groupnorm, simple_cnn
+from fedapps.tasks.images import resnet18_groupnorm, simple_cnn
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -36,7 +36,7 @@ from fedapps.curvature.packing import pack_upper
 from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
 from fedapps.results.environment import describe_environment
-from fedapps.tasks.image_models import simple_cnn
+from fedapps.tasks.images import simple_cnn
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 80

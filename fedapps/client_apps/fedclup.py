@@ -16,8 +16,7 @@ from fedapps.client_apps.problem import Pull, local_problem
 from fedapps.client_apps.work import ClientWork
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, fit_metrics
 from fedapps.messages.schema import METRICS, STORE_LOST, Arrays
-from fedapps.personalization.fedclup import Stale, send
-from fedapps.personalization.parts import personal_names
+from fedapps.personalization.fedclup import Stale, personal_names, send
 from fedapps.personalization.proximal import pulled_step
 
 

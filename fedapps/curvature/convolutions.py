@@ -76,19 +76,12 @@ def _padding(module: Convolution) -> list[tuple[int, int]]:
 
 
 class _Geometry(NamedTuple):
-    """A stride-1, dilation-1 convolution in two dimensions.
+    """A stride-1, dilation-1 convolution in two dimensions."""
 
-    Attributes:
-        X: Images, ``(batch, in, height, width)``.
-        kernel: Its sides.
-        before: Padding with zeros above and to the left of the image.
-        out: Sides of the output.
-    """
-
-    X: torch.Tensor
-    kernel: tuple[int, int]
-    before: tuple[int, int]
-    out: tuple[int, int]
+    X: torch.Tensor  # images, ``(batch, in, height, width)``
+    kernel: tuple[int, int]  # its sides
+    before: tuple[int, int]  # padding with zeros above and to the left of the image
+    out: tuple[int, int]  # sides of the output
 
 
 def _geometry(module: Convolution, x: torch.Tensor) -> _Geometry | None:

@@ -57,15 +57,10 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    """A sum of outer products ``sum a a'``, as its rows or as matrix; exactly one of the two is set.
+    """A sum of outer products ``sum a a'``, as its rows or as matrix; exactly one of the two is set."""
 
-    Attributes:
-        rows: ``(groups, k, width)``, or None.
-        matrix: ``(groups, width, width)``, or None.
-    """
-
-    rows: torch.Tensor | None
-    matrix: torch.Tensor | None
+    rows: torch.Tensor | None  # ``(groups, k, width)``, or None
+    matrix: torch.Tensor | None  # ``(groups, width, width)``, or None
 
     @classmethod
     def of_rows(cls, rows: torch.Tensor) -> Self:
@@ -171,17 +166,11 @@ class Divisor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DenseDivisor:
-    """``P`` by its Cholesky factor.
+    """``P`` by its Cholesky factor."""
 
-    Attributes:
-        P: ``(groups, width, width)``.
-        factor: Lower factors, ``(groups, width, width)``.
-        added_damping: The largest damping that a group needed beyond the one asked for.
-    """
-
-    P: torch.Tensor
-    factor: torch.Tensor
-    added_damping: float
+    P: torch.Tensor  # ``(groups, width, width)``
+    factor: torch.Tensor  # lower factors, ``(groups, width, width)``
+    added_damping: float  # the largest damping that a group needed beyond the one asked for
 
     def divide(self, G: torch.Tensor) -> torch.Tensor:
         """Compute ``G P^-1``.
@@ -201,21 +190,13 @@ class DenseDivisor:
 
 @dataclass(frozen=True, eq=False)
 class RowDivisor:
-    """``P = R'R + damping I`` through its rows.
+    """``P = R'R + damping I`` through its rows."""
 
-    Attributes:
-        rows: ``R``, ``(groups, k, width)``.
-        basis: ``Q``, ``(groups, width, k)``.
-        inside_and_span: ``(S S' + damping I)^-1 Q'`` and, beside it, ``Q'``, ``(groups, k, 2 width)``.
-        damping: The damping, > 0.
-        added_damping: 0: a block that needs more is factorised as matrix.
-    """
-
-    rows: torch.Tensor
-    basis: torch.Tensor
-    inside_and_span: torch.Tensor
-    damping: float
-    added_damping: float = 0.0
+    rows: torch.Tensor  # ``R``, ``(groups, k, width)``
+    basis: torch.Tensor  # ``Q``, ``(groups, width, k)``
+    inside_and_span: torch.Tensor  # ``(S S' + damping I)^-1 Q'`` and, beside it, ``Q'``, ``(groups, k, 2 width)``
+    damping: float  # the damping, > 0
+    added_damping: float = 0.0  # 0: a block that needs more is factorised as matrix
 
     def divide(self, G: torch.Tensor) -> torch.Tensor:
         """Compute ``G P^-1`` by the formula of the module.
@@ -318,17 +299,11 @@ def _cholesky(P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Preconditioned(NamedTuple):
-    """What `precondition` gives.
+    """What `precondition` gives."""
 
-    Attributes:
-        update: ``G (P + d I)^-1``, ``(out, width)``.
-        P: ``P + d I``, ``(width, width)``.
-        added_damping: ``d``; 0 almost always.
-    """
-
-    update: torch.Tensor
-    P: torch.Tensor
-    added_damping: float
+    update: torch.Tensor  # ``G (P + d I)^-1``, ``(out, width)``
+    P: torch.Tensor  # ``P + d I``, ``(width, width)``
+    added_damping: float  # ``d``; 0 almost always
 
 
 def precondition(G: torch.Tensor, P: torch.Tensor, *, where: str = "") -> Preconditioned:

@@ -36,15 +36,10 @@ Array = NDArray[Any]
 
 
 class Tile(NamedTuple):
-    """The part of ``W`` that one ``P`` belongs to.
+    """The part of ``W`` that one ``P`` belongs to."""
 
-    Attributes:
-        rows: Its rows of ``W``.
-        columns: Its columns of ``W``.
-    """
-
-    rows: slice
-    columns: slice
+    rows: slice  # its rows of ``W``
+    columns: slice  # its columns of ``W``
 
     @property
     def width(self) -> int:
@@ -54,25 +49,15 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """The curvature of one layer: one block, or several if the layer has groups or is cut.
+    """The curvature of one layer: one block, or several if the layer has groups or is cut."""
 
-    Attributes:
-        layer: Name of the layer in the model.
-        parameters: Name of the weight, followed by the name of the bias if the block has it.
-        rows: Outputs of the layer.
-        width: Inputs of a group, the bias's column included; ``P`` is ``(width, width)`` if it is not cut.
-        transposed: The weight is stored as ``(in, out)``.
-        groups: Groups of rows that have a ``P`` of their own each.
-        cut: Largest width of a diagonal block of ``P``; 0 leaves it whole.
-    """
-
-    layer: str
-    parameters: tuple[str, ...]
-    rows: int
-    width: int
-    transposed: bool = False
-    groups: int = 1
-    cut: int = 0
+    layer: str  # name of the layer in the model
+    parameters: tuple[str, ...]  # name of the weight, followed by the name of the bias if the block has it
+    rows: int  # outputs of the layer
+    width: int  # inputs of a group, the bias's column included; ``P`` is ``(width, width)`` if it is not cut
+    transposed: bool = False  # the weight is stored as ``(in, out)``
+    groups: int = 1  # groups of rows that have a ``P`` of their own each
+    cut: int = 0  # largest width of a diagonal block of ``P``; 0 leaves it whole
 
     def __post_init__(self) -> None:
         if len(self.parameters) not in (1, 2) or self.rows < 1 or self.width < len(self.parameters):
@@ -167,9 +152,6 @@ class Layout:
 def describe_tiles(spec: BlockSpec) -> str:
     """Describe the shapes of a layer's blocks, for people.
 
-    Args:
-        spec: The layer.
-
     Returns:
         ``"block 5 x 5"`` or ``"2 blocks 19 x 19"``.
     """
@@ -184,9 +166,6 @@ def layout_from_json(text: str, who: str) -> Layout:
     Args:
         text: JSON from a message.
         who: Whose message, for the error.
-
-    Returns:
-        The layout.
 
     Raises:
         MessageError: The text is not a layout.

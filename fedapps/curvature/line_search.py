@@ -21,17 +21,11 @@ ROUNDING = 8 * float(np.finfo(np.float64).eps)
 
 
 class Chosen(NamedTuple):
-    """What `choose_step` gives.
-
-    Attributes:
-        step: The step.
-        loss: The mean loss there.
-        start_loss: The mean loss at step 0.
-    """
+    """What `choose_step` gives."""
 
     step: float
-    loss: float
-    start_loss: float
+    loss: float  # the mean loss there
+    start_loss: float  # the mean loss at step 0
 
 
 def along(theta: Mapping[str, Array], direction: Mapping[str, Array], step: float) -> dict[str, Array]:

@@ -43,17 +43,11 @@ class Objective(Protocol):
 
 
 class NewtonSteps(NamedTuple):
-    """What `newton_steps` gives.
+    """What `newton_steps` gives."""
 
-    Attributes:
-        theta: ``(d,)`` after the last step.
-        P: ``(d, d)``, the matrix that the last step divided by, damping included; the one that travels.
-        added_damping: The largest damping that a step needed beyond the one asked for; 0 almost always.
-    """
-
-    theta: Vector
-    P: Matrix
-    added_damping: float
+    theta: Vector  # ``(d,)`` after the last step
+    P: Matrix  # ``(d, d)``, the matrix that the last step divided by, damping included; the one that travels
+    added_damping: float  # the largest damping that a step needed beyond the one asked for; 0 almost always
 
 
 def newton_steps(

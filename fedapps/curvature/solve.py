@@ -29,15 +29,10 @@ PIVOT_MARGIN = 10.0
 
 
 class Solution(NamedTuple):
-    """What `solve_spd` gives.
+    """What `solve_spd` gives."""
 
-    Attributes:
-        x: The solution, in the shape of the right-hand side, float32 or float64.
-        added_damping: What had to be added to the diagonal of ``P``; 0 almost always.
-    """
-
-    x: NDArray[Any]
-    added_damping: float
+    x: NDArray[Any]  # the solution, in the shape of the right-hand side, float32 or float64
+    added_damping: float  # what had to be added to the diagonal of ``P``; 0 almost always
 
 
 def damping_ladder(mean_diagonal: float, epsilon: float) -> Iterator[float]:

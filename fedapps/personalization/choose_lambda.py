@@ -68,20 +68,14 @@ class Reason(StrEnum):
 class ChoiceConfig:
     """Settings of the choice.
 
-    Attributes:
-        lower: Least ``lambda``, above 0; also the ``lambda`` of the local fits.
-        upper: Greatest ``lambda``.
-        c: Factor of the rule, above 0; 1 is the theory's.
-        rule: How ``lambda`` follows from ``R``.
-
     Raises:
         SettingsError: A number is out of range.
     """
 
-    lower: float = 1e-3
-    upper: float = 1e3
-    c: float = 1.0
-    rule: Rule = Rule.BALANCE
+    lower: float = 1e-3  # least ``lambda``, above 0; also the ``lambda`` of the local fits
+    upper: float = 1e3  # greatest ``lambda``
+    c: float = 1.0  # factor of the rule, above 0; 1 is the theory's
+    rule: Rule = Rule.BALANCE  # how ``lambda`` follows from ``R``
 
     def __post_init__(self) -> None:
         check_lambda(self.lower, positive=True)
@@ -96,33 +90,19 @@ class ChoiceConfig:
 
 @dataclass(frozen=True)
 class LambdaReport:
-    """The choice and everything it rests on, to be logged.
+    """The choice and everything it rests on, to be logged."""
 
-    Attributes:
-        lam: The chosen ``lambda``; the lower bound while not decided.
-        reason: Why.
-        unbounded: What the rule says without bounds; infinite where ``R^2`` is not above 0.
-        R2: Estimate of ``R^2``; may be negative, and is not a number where one client reported of several.
-        standard_error: Of ``R2``, over clients.
-        spread: Estimated mean square distance of a fit from the mean of all, noise included.
-        noise: Mean of ``q_i``.
-        s2: Mean residual variance.
-        harmonic_examples: ``n``, harmonic mean.
-        dimension: ``d``.
-        num_clients: Clients that reported.
-    """
-
-    lam: float
-    reason: Reason
-    unbounded: float
-    R2: float
-    standard_error: float
-    spread: float
-    noise: float
-    s2: float
-    harmonic_examples: float
-    dimension: int
-    num_clients: int
+    lam: float  # the chosen ``lambda``; the lower bound while not decided
+    reason: Reason  # why
+    unbounded: float  # what the rule says without bounds; infinite where ``R^2`` is not above 0
+    R2: float  # estimate of ``R^2``; may be negative, and is not a number where one client reported of several
+    standard_error: float  # of ``R2``, over clients
+    spread: float  # estimated mean square distance of a fit from the mean of all, noise included
+    noise: float  # mean of ``q_i``
+    s2: float  # mean residual variance
+    harmonic_examples: float  # ``n``, harmonic mean
+    dimension: int  # ``d``
+    num_clients: int  # clients that reported
 
     @property
     def decided(self) -> bool:

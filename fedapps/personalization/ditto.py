@@ -29,15 +29,10 @@ from fedapps.personalization.proximal import Objective, Proximal, Vector, check_
 
 @dataclass(frozen=True)
 class DittoResult:
-    """What a round of a client leaves.
+    """What a round of a client leaves."""
 
-    Attributes:
-        local: ``w_i``, ``(d,)``, to send; the server takes the weighted mean.
-        personal: ``v_i``, ``(d,)``, to keep.
-    """
-
-    local: Vector
-    personal: Vector
+    local: Vector  # ``w_i``, ``(d,)``, to send; the server takes the weighted mean
+    personal: Vector  # ``v_i``, ``(d,)``, to keep
 
 
 def train_client(

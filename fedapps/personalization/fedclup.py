@@ -32,9 +32,10 @@ was sent *after* rounding to the model's dtype, so that rounding does not pile u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,13 @@ class Stale(StrEnum):
 class FedClupConfig:
     """The server's numbers, which may change from round to round.
 
-    Attributes:
-        lam: ``lambda > 0``.
-        gamma: Server step, above 0: `default_gamma`, or ``1/lambda`` for plain averaging.
-        stale: What stands for clients that did not reply.
-
     Raises:
         SettingsError: A number is out of range, or ``reuse-models`` has ``gamma > 1/lambda``.
     """
 
-    lam: float
-    gamma: float
-    stale: Stale = Stale.REUSE
+    lam: float  # ``lambda > 0``
+    gamma: float  # server step, above 0: `default_gamma`, or ``1/lambda`` for plain averaging
+    stale: Stale = Stale.REUSE  # what stands for clients that did not reply
 
     def __post_init__(self) -> None:
         check_lambda(self.lam, positive=True)
@@ -112,15 +108,10 @@ class ServerState:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a client sends, and what it must keep if the server folds it.
+    """What a client sends, and what it must keep if the server folds it."""
 
-    Attributes:
-        message: New minus last folded value, in the model's dtype.
-        known: What the server's sum then holds of this client, float64.
-    """
-
-    message: dict[str, NDArray[Any]]
-    known: dict[str, NDArray[np.float64]]
+    message: dict[str, NDArray[Any]]  # new minus last folded value, in the model's dtype
+    known: dict[str, NDArray[np.float64]]  # what the server's sum then holds of this client, float64
 
 
 def default_gamma(lam: float, L: float, num_sampled: int, num_clients: int) -> float:
@@ -135,9 +126,6 @@ def default_gamma(lam: float, L: float, num_sampled: int, num_clients: int) -> f
         num_sampled: ``|S|``, clients in a round.
         num_clients: ``N``.
 
-    Returns:
-        The step.
-
     References:
         arXiv 2410.08934 for full participation; the share ``|S|/N`` is this project's.
     """
@@ -149,9 +137,6 @@ def initial_state(model: Arrays) -> ServerState:
 
     Args:
         model: The (personal tensors of the) initial model.
-
-    Returns:
-        The state.
     """
     return restart(ServerState(model={name: np.array(w) for name, w in model.items()}, total={}, generation=-1))
 
@@ -160,9 +145,6 @@ def restart(state: ServerState) -> ServerState:
     """Void the running sum, for when a client has lost its store and can no longer take back what it once added.
 
     The global model stays. Every client's next reply counts as its first, whatever it knew.
-
-    Args:
-        state: The state.
 
     Returns:
         The state with an empty sum, one generation on.
@@ -223,9 +205,6 @@ def fold(state: ServerState, message: Arrays, weight: float, *, first: bool) -> 
         message: `Sent.message`.
         weight: ``p_i``, of weights that sum to 1 over all ``N`` clients.
         first: Whether this is the client's first folded reply of this generation (``replies``: always).
-
-    Returns:
-        The new state.
 
     Raises:
         MessageError: The reply has other tensors than the model.
@@ -331,3 +310,34 @@ def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
 
 def _listed(items: Iterable[object]) -> str:
     return ", ".join(map(str, items))
+
+
+def personal_names(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    """Pick the personal tensors of a model.
+
+    Args:
+        names: Names of the trainable tensors.
+        patterns: Names, modules (``head`` stands for ``head.weight`` and ``head.bias``) or shell patterns
+            (``layers.*.bias``); none makes every tensor personal.
+
+    Returns:
+        The personal names, in the order of ``names``.
+
+    Raises:
+        SettingsError: A pattern names no tensor.
+    """
+    for pattern in patterns:
+        if not any(_names(pattern, name) for name in names):
+            raise SettingsError(
+                f"personal parts, '{pattern}'",
+                expected="the name of a tensor or module of the model",
+                got="one that names nothing; the tensors are " + ", ".join(names),
+                do="correct it, or leave personal parts empty to personalise everything",
+            )
+    if not patterns:
+        return tuple(names)
+    return tuple(name for name in names if any(_names(pattern, name) for pattern in patterns))
+
+
+def _names(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

@@ -32,20 +32,14 @@ from fedapps.personalization.quadratic import Quadratic, least_squares
 class LocalFit:
     """One client's report, five scalars at most.
 
-    Attributes:
-        num_examples: ``n_i``, at least 1.
-        distance2: ``|v_i - w|^2`` to the received ``w``.
-        noise: ``q_i``, the expected ``|v_i - E v_i|^2``.
-        variance: ``s_i^2``.
-
     Raises:
         MessageError: A number is not finite or negative.
     """
 
-    num_examples: int
-    distance2: float
-    noise: float
-    variance: float
+    num_examples: int  # ``n_i``, at least 1
+    distance2: float  # ``|v_i - w|^2`` to the received ``w``
+    noise: float  # ``q_i``, the expected ``|v_i - E v_i|^2``
+    variance: float  # ``s_i^2``
 
     def __post_init__(self) -> None:
         numbers = (self.distance2, self.noise, self.variance)

@@ -77,15 +77,10 @@ class PFedMeConfig:
 
 @dataclass(frozen=True)
 class PFedMeResult:
-    """What a round of a client leaves.
+    """What a round of a client leaves."""
 
-    Attributes:
-        local: ``w_i``, ``(d,)``, to send.
-        theta: ``theta_i``, ``(d,)``, to keep: the personal model.
-    """
-
-    local: Vector
-    theta: Vector
+    local: Vector  # ``w_i``, ``(d,)``, to send
+    theta: Vector  # ``theta_i``, ``(d,)``, to keep: the personal model
 
 
 def train_client(

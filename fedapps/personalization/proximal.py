@@ -53,18 +53,13 @@ class Objective(Protocol):
 class Proximal:
     r"""An objective with a pull to an anchor, :math:`L_i(v) + \frac{\lambda}{2}|v - w|^2`; itself an `Objective`.
 
-    Attributes:
-        objective: The loss ``L_i``.
-        anchor: ``w``, ``(d,)``; copied, so that no later step can move it.
-        lam: ``lambda >= 0``.
-
     Raises:
         SettingsError: ``lam`` is negative or not finite.
     """
 
-    objective: Objective
-    anchor: Vector
-    lam: float
+    objective: Objective  # the loss ``L_i``
+    anchor: Vector  # ``w``, ``(d,)``; copied, so that no later step can move it
+    lam: float  # ``lambda >= 0``
 
     def __post_init__(self) -> None:
         check_lambda(self.lam)
@@ -116,9 +111,6 @@ def pulled_step(lr: float, lambda_: float, personal_lr: float = 0.0) -> float:
         lr: Step on the loss alone.
         lambda_: The pull.
         personal_lr: A step of the user's own, taken as it is; 0 for none.
-
-    Returns:
-        The step.
 
     References:
         arXiv 2410.08934, condition ``eta <= 1/(L + lambda)``.

@@ -24,17 +24,11 @@ from fedapps.personalization.proximal import Matrix, Objective, Vector, check_la
 
 @dataclass(frozen=True)
 class Quadratic:
-    r"""The objective :math:`\tfrac12 v'Av - b'v + c`.
+    r"""The objective :math:`\tfrac12 v'Av - b'v + c`."""
 
-    Attributes:
-        A: ``(d, d)``, symmetric, positive semi-definite.
-        b: ``(d,)``.
-        c: Constant.
-    """
-
-    A: Matrix
-    b: Vector
-    c: float = 0.0
+    A: Matrix  # ``(d, d)``, symmetric, positive semi-definite
+    b: Vector  # ``(d,)``
+    c: float = 0.0  # constant
 
     def loss(self, theta: Vector) -> float:
         """Compute the value."""
@@ -51,15 +45,10 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class JointMinimiser:
-    """The solution of the personalised problem.
+    """The solution of the personalised problem."""
 
-    Attributes:
-        model: ``w``, ``(d,)``.
-        personal: ``w_i``, ``(N, d)``.
-    """
-
-    model: Vector
-    personal: Matrix
+    model: Vector  # ``w``, ``(d,)``
+    personal: Matrix  # ``w_i``, ``(N, d)``
 
 
 def least_squares(X: Matrix, y: Vector) -> Quadratic:
@@ -85,9 +74,6 @@ def random_quadratics(num_clients: int, dimension: int, *, mu: float, L: float, 
         mu: Least eigenvalue of every client.
         L: Greatest eigenvalue of every client; those between are spread evenly on a log scale.
         seed: Seed.
-
-    Returns:
-        The clients.
     """
     random = np.random.default_rng(seed)
     spectrum = np.geomspace(mu, L, dimension)

@@ -36,32 +36,20 @@ class Regression(StrEnum):
 class SyntheticConfig:
     """A problem of the paper.
 
-    Attributes:
-        regression: What the targets are.
-        num_clients: ``m``, at least 1.
-        num_examples: ``n`` of each client, at least 1.
-        dimension: ``d``, at least 1.
-        heterogeneity: ``R >= 0``, distance of each ``w_i*`` from ``w*``.
-        noise: Standard deviation of the noise of linear regression, at least 0.
-        decay: Exponent of the covariates' spectrum, ``Sigma_jj = j^-decay``; 0 is the identity.
-        norm: Length of ``w*``.
-        regularisation: Coefficient of ``|v|^2/2`` in the logistic loss.
-        seed: Seed of everything that is drawn.
-
     Raises:
         SettingsError: A number is out of range.
     """
 
-    regression: Regression = Regression.LINEAR
-    num_clients: int = 50
-    num_examples: int = 50
-    dimension: int = 15
-    heterogeneity: float = 0.5
-    noise: float = 1.0
-    decay: float = 0.0
-    norm: float = 1.0
-    regularisation: float = 0.0
-    seed: int = 0
+    regression: Regression = Regression.LINEAR  # what the targets are
+    num_clients: int = 50  # ``m``, at least 1
+    num_examples: int = 50  # ``n`` of each client, at least 1
+    dimension: int = 15  # ``d``, at least 1
+    heterogeneity: float = 0.5  # ``R >= 0``, distance of each ``w_i*`` from ``w*``
+    noise: float = 1.0  # standard deviation of the noise of linear regression, at least 0
+    decay: float = 0.0  # exponent of the covariates' spectrum, ``Sigma_jj = j^-decay``; 0 is the identity
+    norm: float = 1.0  # length of ``w*``
+    regularisation: float = 0.0  # coefficient of ``|v|^2/2`` in the logistic loss
+    seed: int = 0  # seed of everything that is drawn
 
     def __post_init__(self) -> None:
         least = {
@@ -86,21 +74,13 @@ class SyntheticConfig:
 
 @dataclass(frozen=True, eq=False)
 class SyntheticProblem:
-    """Data and truth.
+    """Data and truth."""
 
-    Attributes:
-        X: Inputs, ``(m, n, d)``.
-        y: Targets, ``(m, n)``.
-        truth: ``w_i*``, ``(m, d)``.
-        center: ``w*``, ``(d,)``.
-        config: What it was drawn from.
-    """
-
-    X: NDArray[np.float64]
-    y: Matrix
-    truth: Matrix
-    center: Vector
-    config: SyntheticConfig
+    X: NDArray[np.float64]  # inputs, ``(m, n, d)``
+    y: Matrix  # targets, ``(m, n)``
+    truth: Matrix  # ``w_i*``, ``(m, d)``
+    center: Vector  # ``w*``, ``(d,)``
+    config: SyntheticConfig  # what it was drawn from
 
     def objectives(self) -> list[Objective]:
         """Build the clients' losses.
@@ -115,17 +95,11 @@ class SyntheticProblem:
 
 @dataclass(frozen=True, eq=False)
 class Logistic:
-    r"""The objective :math:`\frac1n\sum_j \log(1 + e^{-y_j x_j'v}) + \frac{\text{reg}}{2}|v|^2`.
+    r"""The objective :math:`\frac1n\sum_j \log(1 + e^{-y_j x_j'v}) + \frac{\text{reg}}{2}|v|^2`."""
 
-    Attributes:
-        X: Inputs, ``(n, d)``.
-        y: Targets -1 or +1, ``(n,)``.
-        regularisation: ``reg >= 0``.
-    """
-
-    X: Matrix
-    y: Vector
-    regularisation: float = 0.0
+    X: Matrix  # inputs, ``(n, d)``
+    y: Vector  # targets -1 or +1, ``(n,)``
+    regularisation: float = 0.0  # ``reg >= 0``
 
     def loss(self, theta: Vector) -> float:
         """Compute the value."""

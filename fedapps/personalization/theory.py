@@ -145,9 +145,6 @@ def num_rounds_bound(eps: float, lam: float, mu: float, L: float, gamma: float |
         mu: Least curvature over the clients.
         L: Greatest curvature over the clients.
         gamma: Server step; None for the theory's ``1/lambda + 1/L``.
-
-    Returns:
-        Rounds.
     """
     step = 1 / envelope_smoothness(L, lam) if gamma is None else gamma
     return num_rounds(eps, contraction(step, envelope_convexity(mu, lam)))

@@ -176,9 +176,6 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def read_num_partitions(folder: Path) -> int | None:
     """Read the number of clients of a run, which is the same in all its checkpoints, without reading a model.
 
-    Args:
-        folder: The run folder.
-
     Returns:
         The number; None without a checkpoint.
     """

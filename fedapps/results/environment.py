@@ -42,11 +42,7 @@ def describe_environment(
 
 
 def installed_versions() -> dict[str, str]:
-    """Give the versions of the packages in `PACKAGES` that are installed.
-
-    Returns:
-        Package -> version.
-    """
+    """Give the versions of the packages in `PACKAGES` that are installed."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -73,9 +69,6 @@ def cpu_model() -> str:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Give the commit that is checked out in a folder.
-
-    Args:
-        folder: The folder.
 
     Returns:
         ``{"commit": ..., "modified": whether tracked files differ from it}``; None outside a repository, without a

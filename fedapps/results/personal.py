@@ -32,25 +32,15 @@ Gains = Mapping[str, Mapping[str, Mapping[int, float]]]
 
 @dataclass(frozen=True)
 class PersonalRow:
-    """The personal models of a method in a table.
+    """The personal models of a method in a table."""
 
-    Attributes:
-        label: The method, and what else tells the group from others.
-        metric: What they are judged by.
-        mean: Mean over clients.
-        weighted: Mean weighted by test examples.
-        std: Standard deviation over clients.
-        worst: Mean of the worst tenth of the clients.
-        global_mean: The same mean of the global model.
-    """
-
-    label: str
-    metric: str
-    mean: Spread
-    weighted: Spread
-    std: Spread
-    worst: Spread
-    global_mean: Spread
+    label: str  # the method, and what else tells the group from others
+    metric: str  # what they are judged by
+    mean: Spread  # mean over clients
+    weighted: Spread  # mean weighted by test examples
+    std: Spread  # standard deviation over clients
+    worst: Spread  # mean of the worst tenth of the clients
+    global_mean: Spread  # the same mean of the global model
 
     def cells(self) -> dict[str, str]:
         """Give the row as people read it.
@@ -85,25 +75,15 @@ class PersonalRow:
 
 @dataclass(frozen=True)
 class ClientRow:
-    """One client of one run.
-
-    Attributes:
-        method: Its method.
-        seed: Its seed.
-        partition: The client.
-        num_examples: Its test examples.
-        metric: What its models are judged by.
-        personal: The personal model.
-        global_: The global model; None for a method without one.
-    """
+    """One client of one run."""
 
     method: str
     seed: int
     partition: int
-    num_examples: int
-    metric: str
-    personal: float
-    global_: float | None
+    num_examples: int  # its test examples
+    metric: str  # what its models are judged by
+    personal: float  # the personal model
+    global_: float | None  # the global model; None for a method without one
 
     def cells(self) -> dict[str, str]:
         """Give the row as people read it.
@@ -128,9 +108,6 @@ class ClientRow:
 
 def personal_metric(runs: Sequence[Run]) -> str | None:
     """Name what the personal models of some runs are judged by.
-
-    Args:
-        runs: The runs.
 
     Returns:
         The first of `METRICS` that one of them has; None without personal models.
@@ -198,9 +175,6 @@ def client_table(runs: Sequence[Run]) -> list[ClientRow]:
 
 def client_gains(runs: Sequence[Run]) -> Gains:
     """Measure each client's gain over LocalTrain and GlobalTrain on the same data of the same clients.
-
-    Args:
-        runs: The runs.
 
     Returns:
         The gains, difference of the metric (of errors and losses: the reference's minus the method's), for the methods of

@@ -230,15 +230,10 @@ def plot_gains(gains: Mapping[str, Mapping[str, Mapping[int, float]]], path: Pat
 
 
 class Look(NamedTuple):
-    """How a line looks.
+    """How a line looks."""
 
-    Attributes:
-        place: Place of its method in the order of all methods: chooses colour, marker and line style.
-        variant: Number among several lines of the method: changes the line style.
-    """
-
-    place: int
-    variant: int = 0
+    place: int  # place of its method in the order of all methods: chooses colour, marker and line style
+    variant: int = 0  # number among several lines of the method: changes the line style
 
     @property
     def color(self) -> str:

@@ -16,17 +16,11 @@ from fedapps.zeroth_order.replica import Replica
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave.
+    """What a replay gave."""
 
-    Attributes:
-        round: The round whose model this is.
-        fingerprint: Of parameters and state after it.
-        arrays: The model, name -> array, in the order of the base model's file.
-    """
-
-    round: int
-    fingerprint: str
-    arrays: dict[str, np.ndarray]
+    round: int  # the round whose model this is
+    fingerprint: str  # of parameters and state after it
+    arrays: dict[str, np.ndarray]  # the model, name -> array, in the order of the base model's file
 
 
 def replay(journal: Path, base: Path, last: int | None = None) -> Replayed:
@@ -36,9 +30,6 @@ def replay(journal: Path, base: Path, last: int | None = None) -> Replayed:
         journal: A run's ``journal.jsonl``.
         base: Safetensors file with the model before round 1, such as the run's ``initial.safetensors``.
         last: The round; None for the last one. A refused round leaves the model of the round before.
-
-    Returns:
-        The model.
 
     Raises:
         JournalError: A file is missing or malformed, they do not belong together, the journal has no such round, or the

@@ -33,18 +33,11 @@ OF_PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """What a replay gave.
+    """What a replay gave."""
 
-    Attributes:
-        round: The round whose model this is.
-        fingerprint: Of parameters and state after it.
-        source: Source of the base model.
-        model: The model.
-    """
-
-    round: int
-    fingerprint: str
-    source: str
+    round: int  # the round whose model this is
+    fingerprint: str  # of parameters and state after it
+    source: str  # source of the base model
     model: PreTrainedModel
 
     @property
@@ -90,9 +83,6 @@ def replay_model(journal: Path, source: str, last: int | None = None) -> Replaye
         journal: A run's ``journal.jsonl``.
         source: Source of the base model; that of the frozen model if adapters were trained.
         last: The round; None for the last one.
-
-    Returns:
-        The model.
 
     Raises:
         JournalError: A file is missing or malformed, they do not belong together, the journal has no such round, or the

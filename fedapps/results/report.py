@@ -28,19 +28,12 @@ NOT_COMPARED = {"seed", "run-dir", "resume", "device", "data-dir"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run read from its folder; it need not have ended.
-
-    Attributes:
-        path: Its folder.
-        settings: Dotted key -> value.
-        rows: Rows of ``metrics.jsonl``.
-        summary: As `summarise` gives it; status ``unfinished`` if the folder has none.
-    """
+    """A run read from its folder; it need not have ended."""
 
     path: Path
-    settings: Mapping[str, Scalar]
-    rows: Sequence[Row]
-    summary: Mapping[str, Any]
+    settings: Mapping[str, Scalar]  # dotted key -> value
+    rows: Sequence[Row]  # rows of ``metrics.jsonl``
+    summary: Mapping[str, Any]  # as `summarise` gives it; status ``unfinished`` if the folder has none
 
     @property
     def method(self) -> str:
@@ -81,9 +74,6 @@ class Run:
         Args:
             key: Key of a train row, such as ``payload-up`` or ``seconds``.
             last_round: The last round to count; None for all.
-
-        Returns:
-            The total.
         """
         rows = (
             row for row in self.rows if row["phase"] == TRAIN and (last_round is None or row["round"] <= last_round)
@@ -92,9 +82,6 @@ class Run:
 
     def rounds_to(self, target: float) -> int | None:
         """Give the first round whose accuracy reaches a target.
-
-        Args:
-            target: The accuracy.
 
         Returns:
             The round; 0 is the initial model, None is never.
@@ -121,9 +108,6 @@ def load_run(path: Path) -> Run:
 
     Args:
         path: The folder, of a run that has ended, failed or still goes on.
-
-    Returns:
-        The run.
 
     Raises:
         CheckpointError: It is not a run folder, or a file in it cannot be read.
@@ -200,9 +184,6 @@ def _compare_row(label: str, runs: Sequence[Run], target: float | None) -> Compa
 
 def group_runs(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Put runs together that differ in nothing but the seed (and in `NOT_COMPARED`).
-
-    Args:
-        runs: The runs.
 
     Returns:
         Label -> runs, in the order in which they first appear. The label is the method, with the task if there are

@@ -57,13 +57,9 @@ _LONGEST_PART = 60
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on disk.
+    """One run on disk."""
 
-    Attributes:
-        path: Absolute path: Flower runs the app in another working directory.
-    """
-
-    path: Path
+    path: Path  # absolute path: Flower runs the app in another working directory
 
     def __post_init__(self) -> None:
         if not self.path.is_absolute():
@@ -107,9 +103,6 @@ class RunFolder:
         Args:
             path: Absolute path; made if missing.
 
-        Returns:
-            The folder.
-
         Raises:
             CheckpointError: It holds a run already, or is a file.
         """
@@ -127,12 +120,6 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open the folder of a run that was started.
-
-        Args:
-            path: Path of the folder.
-
-        Returns:
-            The folder.
 
         Raises:
             CheckpointError: It is not a run folder.
@@ -358,9 +345,6 @@ class RunFolder:
 
     def load_checkpoint(self) -> Checkpoint:
         """Load the newest complete checkpoint.
-
-        Returns:
-            The checkpoint.
 
         Raises:
             CheckpointError: None is complete; the message says what is missing.

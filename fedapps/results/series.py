@@ -19,21 +19,13 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class Series:
-    """Accuracy of one group of runs; all arrays have one entry an evaluated round.
-
-    Attributes:
-        rounds: Rounds.
-        mean: Mean accuracy of the runs that have the round.
-        std: Sample standard deviation over them; 0 for one run.
-        payload: Mean of the bytes of train phases so far, down and up.
-        seconds: Mean of the seconds of train phases so far.
-    """
+    """Accuracy of one group of runs; all arrays have one entry an evaluated round."""
 
     rounds: np.ndarray
-    mean: np.ndarray
-    std: np.ndarray
-    payload: np.ndarray
-    seconds: np.ndarray
+    mean: np.ndarray  # mean accuracy of the runs that have the round
+    std: np.ndarray  # sample standard deviation over them; 0 for one run
+    payload: np.ndarray  # mean of the bytes of train phases so far, down and up
+    seconds: np.ndarray  # mean of the seconds of train phases so far
 
 
 def accuracy_series(runs: Sequence[Run]) -> Series | None:
@@ -85,9 +77,6 @@ def payload_until(run: Run, server_round: int) -> float:
 def curves_of(run: Run) -> dict[str, list[float | None]]:
     """Give the accuracies of a run over rounds, for a record.
 
-    Args:
-        run: The run.
-
     Returns:
         ``rounds``, ``payload`` (bytes of training until then, both ways), and each of `RECORDED` that the run has, with None
         where a round has none.
@@ -103,9 +92,6 @@ def curves_of(run: Run) -> dict[str, list[float | None]]:
 
 def train_loss(run: Run) -> dict[int, float]:
     """Give the training loss over rounds.
-
-    Args:
-        run: The run.
 
     Returns:
         Round -> loss, for the rounds that have one.

@@ -82,11 +82,7 @@ def _decode(value: Any) -> Any:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make creations and renames in a folder last over a power cut.
-
-    Args:
-        folder: The folder.
-    """
+    """Make creations and renames in a folder last over a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,11 +91,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the content of a file last over a power cut.
-
-    Args:
-        path: The file.
-    """
+    """Make the content of a file last over a power cut."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

@@ -108,17 +108,11 @@ def _accuracy(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """A quantity over seeds.
+    """A quantity over seeds."""
 
-    Attributes:
-        mean: Mean of the finite values; nan without any.
-        std: Sample standard deviation (divisor n - 1); nan for fewer than two values.
-        n: Number of finite values.
-    """
-
-    mean: float
-    std: float
-    n: int
+    mean: float  # mean of the finite values; nan without any
+    std: float  # sample standard deviation (divisor n - 1); nan for fewer than two values
+    n: int  # number of finite values
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread:
@@ -126,9 +120,6 @@ class Spread:
 
         Args:
             values: The values; None and what is not finite are left out.
-
-        Returns:
-            The spread.
         """
         finite = [float(value) for value in values if value is not None and math.isfinite(value)]
         return cls(
@@ -140,33 +131,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """The runs of one method in a table.
+    """The runs of one method in a table."""
 
-    Attributes:
-        label: The method, and what else tells the group from others.
-        runs: Number of runs.
-        completed: How many of them completed.
-        target: Accuracy to reach, or None.
-        rounds_to_target: Rounds to it; a run that never got there counts as its round limit.
-        unreached: How many runs never got there: with any, the mean is a lower bound.
-        final: Accuracy at the end.
-        best: Accuracy at the round that is best on validation data.
-        payload_down: Bytes to the clients in training rounds.
-        payload_up: Bytes from the clients in training rounds.
-        seconds: Time of all phases, s.
-    """
-
-    label: str
+    label: str  # the method, and what else tells the group from others
     runs: int
-    completed: int
-    target: float | None
-    rounds_to_target: Spread
-    unreached: int
-    final: Spread
-    best: Spread
-    payload_down: Spread
-    payload_up: Spread
-    seconds: Spread
+    completed: int  # how many of them completed
+    target: float | None  # accuracy to reach, or None
+    rounds_to_target: Spread  # rounds to it; a run that never got there counts as its round limit
+    unreached: int  # how many runs never got there: with any, the mean is a lower bound
+    final: Spread  # accuracy at the end
+    best: Spread  # accuracy at the round that is best on validation data
+    payload_down: Spread  # bytes to the clients in training rounds
+    payload_up: Spread  # bytes from the clients in training rounds
+    seconds: Spread  # time of all phases, s
 
     def cells(self) -> dict[str, str]:
         """Give the row as people read it.
@@ -247,9 +224,6 @@ def to_rich(rows: Sequence[TableRow], title: str | None = None) -> Table:
 def to_markdown(rows: Sequence[TableRow]) -> str:
     """Make a table for a document.
 
-    Args:
-        rows: The rows.
-
     Returns:
         Markdown; empty without rows.
     """
@@ -262,9 +236,6 @@ def to_markdown(rows: Sequence[TableRow]) -> str:
 
 def to_csv(rows: Sequence[TableRow]) -> str:
     """Make a table for a spreadsheet.
-
-    Args:
-        rows: The rows.
 
     Returns:
         CSV with a header; an unknown value is empty.
@@ -280,9 +251,6 @@ def to_csv(rows: Sequence[TableRow]) -> str:
 
 def to_json_rows(rows: Sequence[TableRow]) -> str:
     """Make a table for a program.
-
-    Args:
-        rows: The rows.
 
     Returns:
         A JSON list of objects; an unknown value is null.

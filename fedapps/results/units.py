@@ -26,9 +26,6 @@ def byte_unit(largest: float) -> tuple[float, str]:
 def human_bytes(count: float) -> str:
     """Write a number of bytes with three significant digits.
 
-    Args:
-        count: Number of bytes.
-
     Returns:
         For example ``"60 B"``, ``"1.23 kB"``, ``"45.0 MB"``; ``"-"`` if it is not finite.
     """

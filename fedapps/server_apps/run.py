@@ -20,8 +20,7 @@ from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.environment import describe_environment
 from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.spread import client_statistics
-from fedapps.results.summary import RunStatus, summarise
+from fedapps.results.summary import RunStatus, client_statistics, summarise
 from fedapps.results.units import human_bytes, human_seconds
 from fedapps.server_apps.metered_grid import MeteredGrid
 from fedapps.server_apps.resume import load_checkpoint

@@ -21,9 +21,8 @@ from fedapps.methods import resolve_settings
 from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization import theory
 from fedapps.personalization.choose_lambda import ChoiceConfig, LambdaReport, Reason, Rule, choose_lambda
-from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings
+from fedapps.personalization.fedclup import FedClupConfig, Stale, gamma_warnings, personal_names
 from fedapps.personalization.local_fits import LocalFit
-from fedapps.personalization.parts import personal_names
 from fedapps.personalization.proximal import pulled_step
 from fedapps.results.settings_file import to_toml
 from fedapps.settings import Settings, default_config
@@ -103,9 +102,6 @@ class Advice:
 
         Args:
             run_config: What `advise` was given.
-
-        Returns:
-            The command.
         """
         advised = {"fedclup.lambda": float(f"{self.report.lam:.4g}")}
         if self.num_local_steps is not None:
@@ -169,9 +165,6 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
     Args:
         run_config: Flat kebab-case keys; the method is FedCLUP whatever they say.
         num_clients: ``N``.
-
-    Returns:
-        The advice.
 
     Raises:
         FedAppsError: A setting or the data is wrong, or a run with the recommended ``lambda`` would refuse ``gamma``.

@@ -78,9 +78,6 @@ class FlowerCli:
     def info(self, run_id: str) -> RunInfo:
         """Ask for the status of a run.
 
-        Args:
-            run_id: The run.
-
         Returns:
             Status and details.
 
@@ -94,9 +91,6 @@ class FlowerCli:
 
     def stop(self, run_id: str) -> None:
         """Stop a run.
-
-        Args:
-            run_id: The run.
 
         Raises:
             LaunchError: The SuperLink cannot be reached, or the run is over.

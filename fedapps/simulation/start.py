@@ -39,36 +39,22 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How to start a run.
+    """How to start a run."""
 
-    Attributes:
-        engine: Where clients run.
-        num_clients: Number of clients; a SuperLink's nodes say it themselves.
-        workers: Worker processes (in-process: 0 = this process; simulation: None = one a core).
-        superlink: Name of a SuperLink connection, instead of an engine.
-        python_path: Folders from which tasks and methods of one's own are imported.
-    """
-
-    engine: Engine = Engine.SIMULATION
-    num_clients: int = 10
-    workers: int | None = None
-    superlink: str = ""
-    python_path: Sequence[Path] = ()
+    engine: Engine = Engine.SIMULATION  # where clients run
+    num_clients: int = 10  # number of clients; a SuperLink's nodes say it themselves
+    workers: int | None = None  # worker processes (in-process: 0 = this process; simulation: None = one a core)
+    superlink: str = ""  # name of a SuperLink connection, instead of an engine
+    python_path: Sequence[Path] = ()  # folders from which tasks and methods of one's own are imported
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
-
-    Attributes:
-        status: Its status.
-        reason: Why, if it was not completed.
-        folder: Its run folder; None if it lies on another machine.
-    """
+    """How a run ended."""
 
     status: RunStatus
-    reason: str
-    folder: Path | None
+    reason: str  # why, if it was not completed
+    folder: Path | None  # its run folder; None if it lies on another machine
 
 
 OnRow = Callable[[dict[str, Any]], None]

@@ -46,31 +46,18 @@ Point = Mapping[str, Scalar]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a comparison.
-
-    Attributes:
-        method: Name of the method.
-        seed: Its seed.
-        lr: Its learning rate.
-        point: Its point of the grid.
-        tuning: Whether it is one of the runs from which the point was chosen.
-        status: How it ended.
-        reason: Why, if it was not completed.
-        score: Best validation accuracy, or None.
-        score_round: Round of it.
-        folder: Its run folder, relative to that of the comparison.
-    """
+    """One run of a comparison."""
 
     method: str
     seed: int
     lr: float
-    point: Point
-    tuning: bool
+    point: Point  # its point of the grid
+    tuning: bool  # whether it is one of the runs from which the point was chosen
     status: str
-    reason: str
-    score: float | None
-    score_round: int | None
-    folder: str
+    reason: str  # why, if it was not completed
+    score: float | None  # best validation accuracy, or None
+    score_round: int | None  # round of it
+    folder: str  # its run folder, relative to that of the comparison
 
     @property
     def place(self) -> str:
@@ -80,25 +67,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        folder: Where everything is.
-        table: A row a method.
-        personal: A row a method with personal models.
-        gains: Each client's gain over the reference methods, if they were compared.
-        chosen: Method -> the trial of the first seed with the chosen point.
-        trials: Every run.
-        notes: Remarks for the reader, such as a choice at the edge of the grid.
-    """
-
-    folder: Path
-    table: list[CompareRow]
-    personal: list[PersonalRow]
-    gains: Gains
-    chosen: dict[str, Trial]
-    trials: list[Trial]
-    notes: list[str]
+    folder: Path  # where everything is
+    table: list[CompareRow]  # a row a method
+    personal: list[PersonalRow]  # a row a method with personal models
+    gains: Gains  # each client's gain over the reference methods, if they were compared
+    chosen: dict[str, Trial]  # method -> the trial of the first seed with the chosen point
+    trials: list[Trial]  # every run
+    notes: list[str]  # remarks for the reader, such as a choice at the edge of the grid
 
 
 OnTrial = Callable[[Trial, int, int], None]

@@ -38,11 +38,11 @@ from fedapps.personalization.fedclup import (
     fold,
     gamma_warnings,
     initial_state,
+    personal_names,
     restart,
     server_step,
 )
 from fedapps.personalization.local_fits import LocalFit
-from fedapps.personalization.parts import personal_names
 from fedapps.personalization.proximal import pulled_step, step_warning
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RoundStrategy

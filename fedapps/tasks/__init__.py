@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ __all__ = [
     "TaskConfig",
     "TaskInfo",
     "TaskKind",
-    "list_tasks",
     "load_task",
     "setting",
     "task_class",
@@ -38,191 +38,111 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """One row of the registry.
+    """One row of the registry."""
 
-    Attributes:
-        name: Value of the setting ``task``.
-        target: ``module:class``.
-        kind: What the model is.
-        about: The task in one line.
-        source: Where the data comes from, and how it gets here.
-        licence: Licence of the data, as stated.
-        download: Whether the user must fetch a file first.
-        group: Tasks that share tuned settings; ``""`` if the task shares them with all of its kind only.
-    """
-
-    name: str
-    target: str
+    name: str  # value of the setting ``task``
+    target: str  # ``module:class``
     kind: TaskKind
-    about: str
-    source: str
-    licence: str
-    download: bool
-    group: str = ""
+    about: str  # the task in one line
+    source: str  # where the data comes from, and how it gets here
+    licence: str  # licence of the data, as stated
+    download: bool  # whether the user must fetch a file first
+    group: str  # tasks that share tuned settings; "" if the task shares them with all of its kind only
 
+
+def _family(
+    module: str,
+    kind: TaskKind,
+    *,
+    group: str = "",
+    download: bool = False,
+    rows: Sequence[tuple[str, str, str, str, str]],
+) -> tuple[TaskInfo, ...]:
+    """Make rows of tasks that share a module and more; of each the name, the class, about, source and licence are given."""
+    return tuple(
+        TaskInfo(name, f"fedapps.tasks.{module}:{cls}", kind, about, source, licence, download, group)
+        for name, cls, about, source, licence in rows
+    )
+
+
+_DIGITS = ("UCI Optical Recognition of Handwritten Digits, bundled with scikit-learn", "CC BY 4.0")
+_DRAWN = ("drawn from the seed (arXiv 2410.08934, experiments)", "none needed")
 
 TASKS: tuple[TaskInfo, ...] = (
-    TaskInfo(
-        name="digits",
-        target="fedapps.tasks.digits:DigitsTask",
-        kind=TaskKind.TORCH,
-        about="handwritten digits, 1,797 images of 8 x 8 pixels in 10 classes, small CNN",
-        source="UCI Optical Recognition of Handwritten Digits, bundled with scikit-learn",
-        licence="CC BY 4.0",
-        download=False,
-    ),
-    TaskInfo(
-        name="digits-mlp",
-        target="fedapps.tasks.digits:DigitsMlpTask",
-        kind=TaskKind.TORCH,
-        about="the same digits, small MLP: for methods that need many cheap passes",
-        source="UCI Optical Recognition of Handwritten Digits, bundled with scikit-learn",
-        licence="CC BY 4.0",
-        download=False,
-    ),
-    TaskInfo(
-        name="mnist",
-        target="fedapps.tasks.images:MnistTask",
-        kind=TaskKind.TORCH,
-        about="handwritten digits, 60,000 images of 28 x 28 pixels in 10 classes, simple CNN",
-        source="LeCun, Cortes & Burges: IDX files in the data folder, or downloaded by torchvision",
-        licence="none stated by the authors (often given as CC BY-SA 3.0)",
-        download=False,
-    ),
-    TaskInfo(
-        name="cifar10",
-        target="fedapps.tasks.images:Cifar10Task",
-        kind=TaskKind.TORCH,
-        about="photographs, 50,000 images of 32 x 32 pixels in 10 classes, simple CNN or ResNet-18",
-        source="Krizhevsky 2009: cifar10_subset.npz in the data folder, or all of it downloaded by torchvision",
-        licence="none stated; the authors ask to be cited",
-        download=False,
-    ),
-    TaskInfo(
-        name="cifar100",
-        target="fedapps.tasks.images:Cifar100Task",
-        kind=TaskKind.TORCH,
-        about="photographs, 50,000 images of 32 x 32 pixels in 100 classes, ResNet-18 or simple CNN",
-        source="Krizhevsky 2009: cifar100_subset.npz in the data folder, or all of it downloaded by torchvision",
-        licence="none stated; the authors ask to be cited",
-        download=False,
-    ),
-    TaskInfo(
-        name="sst2",
-        target="fedapps.tasks.language.task:Sst2Task",
-        kind=TaskKind.TORCH,
-        about="film reviews, 67,349 sentences in 2 classes (sentiment), answered by a language model",
-        source="SST-2 (GLUE): sst2/train.tsv, dev.tsv in the data folder, or nyu-mll/glue of the hub",
-        licence="none stated by GLUE / SST",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="qqp",
-        target="fedapps.tasks.language.task:QqpTask",
-        kind=TaskKind.TORCH,
-        about="pairs of questions in 2 classes (asking the same or not), answered by a language model",
-        source="Quora Question Pairs: qqp/train.jsonl, dev.jsonl in the data folder, or nyu-mll/glue of the hub",
-        licence="Quora terms of service (non-commercial use)",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="rte",
-        target="fedapps.tasks.language.task:RteTask",
-        kind=TaskKind.TORCH,
-        about="pairs of texts, 2,490 in 2 classes (entailment or not), answered by a language model",
-        source="RTE (GLUE): rte/train.jsonl, dev.jsonl in the data folder, or nyu-mll/glue of the hub",
-        licence="none stated by GLUE",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="cb",
-        target="fedapps.tasks.language.task:CbTask",
-        kind=TaskKind.TORCH,
-        about="pairs of texts, 250 in 3 classes (entailment, contradiction, neither), answered by a language model",
-        source="CommitmentBank (SuperGLUE): superglue_small/cb_*.jsonl in the data folder, or aps/super_glue of the hub",
-        licence="none stated (research use)",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="boolq",
-        target="fedapps.tasks.language.task:BoolqTask",
-        kind=TaskKind.TORCH,
-        about="yes-or-no questions about a passage, answered by a language model",
-        source="BoolQ (SuperGLUE): superglue_small/boolq_*.jsonl in the data folder, or aps/super_glue of the hub",
-        licence="CC BY-SA 3.0",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="wic",
-        target="fedapps.tasks.language.task:WicTask",
-        kind=TaskKind.TORCH,
-        about="a word in two sentences, 2 classes (same sense or not), answered by a language model",
-        source="WiC (SuperGLUE): superglue_small/wic_*.jsonl in the data folder, or aps/super_glue of the hub",
-        licence="CC BY-NC 4.0",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="squad",
-        target="fedapps.tasks.language.squad:SquadTask",
-        kind=TaskKind.TORCH,
-        about="questions about a passage, answered by a language model in its own words (F1 and exact match)",
-        source="SQuAD v1.1: squad/train_subset.jsonl, dev_subset.jsonl in the data folder, or rajpurkar/squad of the hub",
-        licence="CC BY-SA 4.0",
-        download=False,
-        group="language",
-    ),
-    TaskInfo(
-        name="a9a",
-        target="fedapps.tasks.libsvm:A9aTask",
-        kind=TaskKind.CONVEX,
-        about="census income, 32,561 examples with 123 features, L2-regularised logistic regression",
-        source="UCI Adult, LIBSVM form: files a9a and a9a.t in the data folder",
-        licence="CC BY 4.0",
-        download=True,
-    ),
-    TaskInfo(
-        name="w8a",
-        target="fedapps.tasks.libsvm:W8aTask",
-        kind=TaskKind.CONVEX,
-        about="web pages, 49,749 examples with 300 features, L2-regularised logistic regression",
-        source="Platt, LIBSVM form: file w8a in the data folder",
-        licence="none stated",
-        download=True,
-    ),
-    TaskInfo(
-        name="libsvm",
-        target="fedapps.tasks.libsvm:LibsvmTask",
-        kind=TaskKind.CONVEX,
-        about="any LIBSVM file with two classes (options file, test-file), L2-regularised logistic regression",
-        source="a file of your own",
-        licence="that of the file",
-        download=True,
-    ),
-    TaskInfo(
-        name="synthetic-linear",
-        target="fedapps.tasks.synthetic:SyntheticLinearTask",
-        kind=TaskKind.CONVEX,
-        about="linear regression whose clients' true parameters differ by R and are known (options clients, examples, ...)",
-        source="drawn from the seed (arXiv 2410.08934, experiments)",
-        licence="none needed",
-        download=False,
-    ),
-    TaskInfo(
-        name="synthetic-logistic",
-        target="fedapps.tasks.synthetic:SyntheticLogisticTask",
-        kind=TaskKind.CONVEX,
-        about="logistic regression whose clients' true parameters differ by R and are known",
-        source="drawn from the seed (arXiv 2410.08934, experiments)",
-        licence="none needed",
-        download=False,
-    ),
-)
+    *_family("digits", TaskKind.TORCH, rows=[
+        ("digits", "DigitsTask",
+         "handwritten digits, 1,797 images of 8 x 8 pixels in 10 classes, small CNN",
+         *_DIGITS),
+        ("digits-mlp", "DigitsMlpTask",
+         "the same digits, small MLP: for methods that need many cheap passes",
+         *_DIGITS),
+    ]),
+    *_family("images", TaskKind.TORCH, rows=[
+        ("mnist", "MnistTask",
+         "handwritten digits, 60,000 images of 28 x 28 pixels in 10 classes, simple CNN",
+         "LeCun, Cortes & Burges: IDX files in the data folder, or downloaded by torchvision",
+         "none stated by the authors (often given as CC BY-SA 3.0)"),
+        ("cifar10", "Cifar10Task",
+         "photographs, 50,000 images of 32 x 32 pixels in 10 classes, simple CNN or ResNet-18",
+         "Krizhevsky 2009: cifar10_subset.npz in the data folder, or all of it downloaded by torchvision",
+         "none stated; the authors ask to be cited"),
+        ("cifar100", "Cifar100Task",
+         "photographs, 50,000 images of 32 x 32 pixels in 100 classes, ResNet-18 or simple CNN",
+         "Krizhevsky 2009: cifar100_subset.npz in the data folder, or all of it downloaded by torchvision",
+         "none stated; the authors ask to be cited"),
+    ]),
+    *_family("language.task", TaskKind.TORCH, group="language", rows=[
+        ("sst2", "Sst2Task",
+         "film reviews, 67,349 sentences in 2 classes (sentiment), answered by a language model",
+         "SST-2 (GLUE): sst2/train.tsv, dev.tsv in the data folder, or nyu-mll/glue of the hub",
+         "none stated by GLUE / SST"),
+        ("qqp", "QqpTask",
+         "pairs of questions in 2 classes (asking the same or not), answered by a language model",
+         "Quora Question Pairs: qqp/train.jsonl, dev.jsonl in the data folder, or nyu-mll/glue of the hub",
+         "Quora terms of service (non-commercial use)"),
+        ("rte", "RteTask",
+         "pairs of texts, 2,490 in 2 classes (entailment or not), answered by a language model",
+         "RTE (GLUE): rte/train.jsonl, dev.jsonl in the data folder, or nyu-mll/glue of the hub",
+         "none stated by GLUE"),
+        ("cb", "CbTask",
+         "pairs of texts, 250 in 3 classes (entailment, contradiction, neither), answered by a language model",
+         "CommitmentBank (SuperGLUE): superglue_small/cb_*.jsonl in the data folder, or aps/super_glue of the hub",
+         "none stated (research use)"),
+        ("boolq", "BoolqTask",
+         "yes-or-no questions about a passage, answered by a language model",
+         "BoolQ (SuperGLUE): superglue_small/boolq_*.jsonl in the data folder, or aps/super_glue of the hub",
+         "CC BY-SA 3.0"),
+        ("wic", "WicTask",
+         "a word in two sentences, 2 classes (same sense or not), answered by a language model",
+         "WiC (SuperGLUE): superglue_small/wic_*.jsonl in the data folder, or aps/super_glue of the hub",
+         "CC BY-NC 4.0"),
+    ]),
+    *_family("language.squad", TaskKind.TORCH, group="language", rows=[
+        ("squad", "SquadTask",
+         "questions about a passage, answered by a language model in its own words (F1 and exact match)",
+         "SQuAD v1.1: squad/train_subset.jsonl, dev_subset.jsonl in the data folder, or rajpurkar/squad of the hub",
+         "CC BY-SA 4.0"),
+    ]),
+    *_family("libsvm", TaskKind.CONVEX, download=True, rows=[
+        ("a9a", "A9aTask",
+         "census income, 32,561 examples with 123 features, L2-regularised logistic regression",
+         "UCI Adult, LIBSVM form: files a9a and a9a.t in the data folder", "CC BY 4.0"),
+        ("w8a", "W8aTask",
+         "web pages, 49,749 examples with 300 features, L2-regularised logistic regression",
+         "Platt, LIBSVM form: file w8a in the data folder", "none stated"),
+        ("libsvm", "LibsvmTask",
+         "any LIBSVM file with two classes (options file, test-file), L2-regularised logistic regression",
+         "a file of your own", "that of the file"),
+    ]),
+    *_family("synthetic", TaskKind.CONVEX, rows=[
+        ("synthetic-linear", "SyntheticLinearTask",
+         "linear regression whose clients' true parameters differ by R and are known (options clients, examples, ...)",
+         *_DRAWN),
+        ("synthetic-logistic", "SyntheticLogisticTask",
+         "logistic regression whose clients' true parameters differ by R and are known",
+         *_DRAWN),
+    ]),
+)  # fmt: skip
 """The built-in tasks."""
 
 MAX_LOADED = 4
@@ -231,23 +151,11 @@ MAX_LOADED = 4
 _loaded: OrderedDict[tuple[type[Task], str], Task] = OrderedDict()
 
 
-def list_tasks() -> tuple[TaskInfo, ...]:
-    """List the built-in tasks.
-
-    Returns:
-        The rows of the registry.
-    """
-    return TASKS
-
-
 def task_kind(name: str) -> TaskKind:
     """Tell the kind of a task; for a built-in one without importing it.
 
     Args:
         name: A name, or ``my_pkg.my_mod:MyTask``.
-
-    Returns:
-        The kind.
 
     Raises:
         TaskError: There is no such task.
@@ -272,9 +180,6 @@ def task_class(name: str) -> type[Task]:
 
     Args:
         name: A name, or ``my_pkg.my_mod:MyTask``.
-
-    Returns:
-        The class.
 
     Raises:
         TaskError: There is no such task, it cannot be imported, or it is not a complete subclass of `Task`.
@@ -306,9 +211,6 @@ def load_task(name: str, config: TaskConfig) -> Task:
     Args:
         name: A name, or ``my_pkg.my_mod:MyTask`` for one of one's own.
         config: What the settings say about the task.
-
-    Returns:
-        The task.
 
     Raises:
         TaskError: There is no such task, it cannot be imported, or an option is wrong.

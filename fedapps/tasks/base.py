@@ -30,8 +30,13 @@ from numpy.typing import NDArray
 
 from fedapps.errors import FedAppsError, TaskError
 from fedapps.settings import SettingsModel
-from fedapps.tasks.partitioning import PartitionConfig, PartitionKind, partition_indices
-from fedapps.tasks.split_table import partition_summary, partition_table
+from fedapps.tasks.partitioning import (
+    PartitionConfig,
+    PartitionKind,
+    partition_indices,
+    partition_summary,
+    partition_table,
+)
 from fedapps.tasks.splits import Indices, Purpose, hold_out, stream
 
 if TYPE_CHECKING:
@@ -151,30 +156,19 @@ class Data:
 
 @dataclass(frozen=True)
 class ClientData:
-    """The data of one client.
+    """The data of one client."""
 
-    Attributes:
-        train: Examples to train on, at least one.
-        validation: Examples held out for choices; may be empty.
-        test: Examples held out for reporting; may be empty.
-    """
-
-    train: Data
-    validation: Data
-    test: Data
+    train: Data  # examples to train on, at least one
+    validation: Data  # examples held out for choices; may be empty
+    test: Data  # examples held out for reporting; may be empty
 
 
 @dataclass(frozen=True)
 class ServerData:
-    """The data of the server.
+    """The data of the server."""
 
-    Attributes:
-        validation: Examples cut from the training pool, for choices such as the best round; may be empty.
-        test: The test set; may be empty.
-    """
-
-    validation: Data
-    test: Data
+    validation: Data  # examples cut from the training pool, for choices such as the best round; may be empty
+    test: Data  # the test set; may be empty
 
 
 @dataclass(frozen=True)

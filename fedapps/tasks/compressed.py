@@ -18,14 +18,7 @@ DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed as its ending says.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The open file.
-    """
+    """Open a file for reading, decompressed as its ending says."""
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
     return cast(IO[bytes], openers.get(path.suffix, open)(path, "rb"))
 

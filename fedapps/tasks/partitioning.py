@@ -1,4 +1,4 @@
-"""Splits of the training examples among the clients.
+"""Splits of the training examples among the clients, and who got what as text.
 
 Every split uses each example exactly once, depends only on its arguments, and leaves global random generators alone.
 The iid, classes and column splits come from flwr-datasets (`fedapps.tasks.flwr_partitions`). The Dirichlet split is
@@ -9,7 +9,7 @@ small, so it always ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -37,21 +37,13 @@ class PartitionKind(StrEnum):
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """How to split the training examples.
+    """How to split the training examples."""
 
-    Attributes:
-        kind: The kind of split; the other fields each belong to one kind.
-        alpha: Dirichlet: concentration, > 0; small values give clients few classes.
-        classes_per_client: Classes: number of classes of each client, >= 1.
-        column: Column: name of the column whose values are the clients.
-        min_size: Dirichlet: least number of examples of a client, >= 1.
-    """
-
-    kind: PartitionKind = PartitionKind.DIRICHLET
-    alpha: float = 0.1
-    classes_per_client: int = 2
-    column: str = ""
-    min_size: int = 1
+    kind: PartitionKind = PartitionKind.DIRICHLET  # the kind of split; the other fields each belong to one kind
+    alpha: float = 0.1  # Dirichlet: concentration, > 0; small values give clients few classes
+    classes_per_client: int = 2  # Classes: number of classes of each client, >= 1
+    column: str = ""  # Column: name of the column whose values are the clients
+    min_size: int = 1  # Dirichlet: least number of examples of a client, >= 1
 
     def __post_init__(self) -> None:
         column_missing = self.kind is PartitionKind.COLUMN and not self.column
@@ -173,3 +165,79 @@ def _repair(parts: list[Indices], min_size: int) -> list[Indices]:
             parts[client] = np.concatenate([parts[client], parts[donor][:moved]])
             parts[donor] = parts[donor][moved:]
     return parts
+
+
+MAX_CLASS_COLUMNS = 12
+"""Most classes that get a column each; with more, a client's number of classes is shown."""
+
+
+@dataclass(frozen=True)
+class PartitionRow:
+    """What one client got."""
+
+    partition: int
+    examples: int  # number of training examples
+    counts: Mapping[str, int]  # label -> number of examples; classes that the client lacks are left out
+
+
+def partition_summary(targets: NDArray[Any], parts: Sequence[Indices]) -> list[PartitionRow]:
+    """Count who got what.
+
+    Args:
+        targets: Labels, ``(n,)``; for targets of another shape no classes are counted.
+        parts: For each partition id the indices of its examples.
+
+    Returns:
+        A row for each partition, in order.
+    """
+    rows = []
+    for partition, part in enumerate(parts):
+        counts: dict[str, int] = {}
+        if targets.ndim == 1:
+            labels, numbers = np.unique(targets[part], return_counts=True)
+            counts = {_text(label): int(number) for label, number in zip(labels, numbers, strict=True)}
+        rows.append(PartitionRow(partition, len(part), counts))
+    return rows
+
+
+def partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> str:
+    """Draw the rows as a text table.
+
+    Args:
+        rows: A row for each partition.
+        max_rows: Most clients to list; of more, the first ones are listed and the rest is counted.
+
+    Returns:
+        Lines with partition, examples and examples of each class (a dot for none), closed by the smallest, median and
+        largest client.
+    """
+    classes = sorted({label for row in rows for label in row.counts}, key=_numeric_first)
+    wide = len(classes) > MAX_CLASS_COLUMNS
+    header = ["client", "examples", *(["classes"] if wide else classes)]
+    shown = rows if len(rows) <= max_rows else rows[: max_rows - 1]
+    lines = [
+        [
+            str(row.partition),
+            str(row.examples),
+            *([str(len(row.counts))] if wide else [str(row.counts.get(label, ".")) for label in classes]),
+        ]
+        for row in shown
+    ]
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]]
+    if len(shown) < len(rows):
+        text.append(f"... and {len(rows) - len(shown)} more clients")
+    sizes = [row.examples for row in rows]
+    text.append(f"smallest {min(sizes)}, median {np.median(sizes):g}, largest {max(sizes)} examples")
+    return "\n".join(text)
+
+
+def _text(label: Any) -> str:
+    return f"{label:g}" if isinstance(label, np.floating) else str(label)
+
+
+def _numeric_first(label: str) -> tuple[bool, float, str]:
+    try:
+        return False, float(label), label
+    except ValueError:
+        return True, 0.0, label

@@ -36,9 +36,6 @@ ARRAY_DTYPES = frozenset(
 def trainable_names(model: torch.nn.Module) -> list[str]:
     """List the parameters that travel.
 
-    Args:
-        model: The model.
-
     Returns:
         Names of the trainable parameters, a tied one once.
     """
@@ -47,9 +44,6 @@ def trainable_names(model: torch.nn.Module) -> list[str]:
 
 def buffer_names(model: torch.nn.Module) -> list[str]:
     """List the buffers that travel.
-
-    Args:
-        model: The model.
 
     Returns:
         Names of the persistent buffers, a shared one once.
@@ -106,9 +100,6 @@ def array_tensor(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     Args:
         array: As `module_arrays` gives it; read-only arrays are fine.
         like: A tensor with the dtype and on the device of the result.
-
-    Returns:
-        The copy.
     """
     # A copy, since torch cannot wrap read-only memory.
     values = torch.from_numpy(np.array(array))

@@ -231,9 +231,6 @@ class TorchTask(Task):
     def evaluation_batches(self, data: Data) -> Iterator[Indices]:
         """Say which examples an evaluation takes together: `EVALUATION_BATCH` at a time, in order.
 
-        Args:
-            data: The examples.
-
         Yields:
             Indices of a batch; together every index once.
         """

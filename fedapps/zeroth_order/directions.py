@@ -115,9 +115,6 @@ def rademacher_lanes(words: NDArray[np.uint32]) -> NDArray[np.float32]:
 def check_seed(seed: int) -> None:
     """Refuse a seed outside 64 bits.
 
-    Args:
-        seed: The seed.
-
     Raises:
         DirectionError: It is not an integer from 0 to 2^64 - 1.
     """

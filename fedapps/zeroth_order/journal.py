@@ -9,38 +9,207 @@ References:
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
+from fedapps.errors import FedAppsError
+from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.errors import JournalError
-from fedapps.zeroth_order.journal_lines import BaseModel, Header, header_line, parse_header, parse_record, record_line
-from fedapps.zeroth_order.layout import Layout
+from fedapps.zeroth_order.layout import Layout, TensorSpec
+from fedapps.zeroth_order.number_formats import NumberFormat
 from fedapps.zeroth_order.rules import rule_of
-from fedapps.zeroth_order.scheme import Record
+from fedapps.zeroth_order.scheme import HessianUpdate, Record, Scheme
 
 LOG = logging.getLogger("flwr")
 """Flower's logger."""
 
-__all__ = ["BaseModel", "Header", "Journal", "JournalFile", "Slice", "show"]
+T = TypeVar("T")
+
+FORMAT = 1
+"""Version of the format that this module reads and writes."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that round 1 starts from."""
+
+    id: str  # a hub id, a folder's name, or a task's name
+    revision: str | None  # of the hub, a checksum of a file, or None
+    fingerprint: str  # of the state at the start of the run
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of a journal."""
+
+    scheme: Scheme  # method, seed, distribution and policy of `H`
+    base: BaseModel  # the model at the start
+    layout: Layout  # the trainable tensors in order
+
+
+def header_line(header: Header) -> str:
+    """Write a header.
+
+    Returns:
+        One line of JSON.
+    """
+    scheme, base = header.scheme, header.base
+    return _line(
+        {
+            "format": FORMAT,
+            "method": scheme.method,
+            "seed": str(scheme.seed),
+            "distribution": scheme.distribution.value,
+            "hessian-update": scheme.hessian_update.value,
+            "base": {"id": base.id, "revision": base.revision, "fingerprint": base.fingerprint},
+            "tensors": [
+                {"name": t.name, "shape": list(t.shape), "dtype": t.number_format.value} for t in header.layout.tensors
+            ],
+        }
+    )
+
+
+def record_line(record: Record) -> str:
+    """Write a round.
+
+    Returns:
+        One line of JSON; `fingerprint` and `momentum` only where there are any.
+    """
+    row: dict[str, Any] = {
+        "round": record.round,
+        "first-step": record.first_step,
+        "lr": float(record.lr),
+        "mu": float(record.mu),
+        "nu": float(record.nu),
+        "eps": float(record.eps),
+        "scalars": [[float(value) for value in scalars] for scalars in record.scalars],
+        "participants": record.participants,
+    }
+    if record.momentum is not None:
+        row["momentum"] = float(record.momentum)
+    if record.fingerprint is not None:
+        row["fingerprint"] = record.fingerprint
+    return _line(row)
+
+
+def parse_header(line: str, where: str) -> Header:
+    """Read a header.
+
+    Args:
+        line: One line of JSON.
+        where: File and line, for messages.
+
+    Raises:
+        JournalError: It is no header of this format.
+    """
+    row = _parse(line, where)
+    if row.get("format") != FORMAT:
+        got = repr(row.get("format"))
+        raise JournalError(where, expected=f"format {FORMAT}", got=got, do="use the version that wrote it")
+
+    def build() -> Header:
+        _check_keys(row, {"format", "method", "seed", "distribution", "hessian-update", "base", "tensors"}, set())
+        policy = HessianUpdate(row["hessian-update"])
+        scheme = Scheme(_seed(row["seed"]), row["method"], Distribution(row["distribution"]), policy)
+        rule_of(scheme)
+        tensors = (TensorSpec(t["name"], tuple(t["shape"]), NumberFormat(t["dtype"])) for t in row["tensors"])
+        base = BaseModel(row["base"]["id"], row["base"]["revision"], row["base"]["fingerprint"])
+        return Header(scheme, base, Layout(tuple(tensors)))
+
+    return _built(build, where)
+
+
+def parse_record(line: str, where: str) -> Record:
+    """Read a round.
+
+    Args:
+        line: One line of JSON.
+        where: File and line, for messages.
+
+    Raises:
+        JournalError: A field is missing, unknown, of the wrong type or out of range, or scalars are not a matrix.
+    """
+    row = _parse(line, where)
+
+    def build() -> Record:
+        required = {"round", "first-step", "lr", "mu", "nu", "eps", "scalars", "participants"}
+        _check_keys(row, required, {"fingerprint", "momentum"})
+        for key in ("round", "first-step", "participants"):
+            if type(row[key]) is not int:
+                raise TypeError(f"'{key}' is no integer")
+        scalars = tuple(tuple(_number(value) for value in scalars) for scalars in row["scalars"])
+        lr, mu, nu, eps = (_number(row[key]) for key in ("lr", "mu", "nu", "eps"))
+        return Record(
+            row["round"], row["first-step"], lr, mu, nu, eps, scalars, row["participants"],
+            row.get("fingerprint"), row.get("momentum"),
+        )  # fmt: skip
+
+    return _built(build, where)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not finite")
+
+    try:
+        row = json.loads(line, parse_constant=refuse)
+    except ValueError as error:
+        raise _unreadable(where, str(error)) from None
+    if not isinstance(row, dict):
+        raise _unreadable(where, f"a {type(row).__name__}")
+    return row
+
+
+def _built(build: Callable[[], T], where: str) -> T:
+    try:
+        return build()
+    except KeyError as error:
+        raise _unreadable(where, f"no key {error}") from None
+    except (FedAppsError, ValueError, TypeError, OverflowError) as error:
+        raise _unreadable(where, str(error)) from None
+
+
+def _check_keys(row: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
+    unknown = sorted(set(row) - required - optional)
+    if unknown:
+        raise ValueError(f"unknown key '{unknown[0]}'")
+    missing = sorted(required - set(row))
+    if missing:
+        raise ValueError(f"no key '{missing[0]}'")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _seed(text: Any) -> int:
+    if not isinstance(text, str) or not text.isdecimal():
+        raise ValueError(f"seed {text!r} is no decimal text")
+    return int(text)
+
+
+def _unreadable(where: str, got: str) -> JournalError:
+    return JournalError(where, expected="a line of a journal", got=got, do="restore the file from a copy")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a journal: every applied round with `after < round <= through`.
+    """A part of a journal: every applied round with `after < round <= through`."""
 
-    Attributes:
-        after: Who holds the state of this round may apply the slice.
-        through: The round whose state the slice leads to; refused rounds between have no record.
-        records: The rounds, in order.
-    """
-
-    after: int
-    through: int
-    records: tuple[Record, ...]
+    after: int  # who holds the state of this round may apply the slice
+    through: int  # the round whose state the slice leads to; refused rounds between have no record
+    records: tuple[Record, ...]  # the rounds, in order
 
     def __post_init__(self) -> None:
         rounds = [record.round for record in self.records]
@@ -54,17 +223,11 @@ class Slice:
 
 @dataclass
 class Journal:
-    """A journal in memory; the persistent state of a client is such a prefix.
+    """A journal in memory; the persistent state of a client is such a prefix."""
 
-    Attributes:
-        header: What is constant over the run.
-        records: The applied rounds, in order.
-        through: The last round that is known, applied or refused.
-    """
-
-    header: Header
-    records: list[Record] = field(default_factory=list)
-    through: int = 0
+    header: Header  # what is constant over the run
+    records: list[Record] = field(default_factory=list)  # the applied rounds, in order
+    through: int = 0  # the last round that is known, applied or refused
 
     def __post_init__(self) -> None:
         records, self.records = self.records, []
@@ -78,9 +241,6 @@ class Journal:
             text: Lines.
             where: Where the text comes from, for messages.
 
-        Returns:
-            The journal.
-
         Raises:
             JournalError: A line other than a torn last one cannot be read, or the rounds are out of order.
         """
@@ -89,12 +249,6 @@ class Journal:
     @classmethod
     def read(cls, path: Path) -> Journal:
         """Read a journal file; a torn last line is dropped.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The journal.
 
         Raises:
             JournalError: There is no such file, or a line cannot be read.
@@ -111,9 +265,6 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Add a round.
-
-        Args:
-            record: The round.
 
         Raises:
             JournalError: The round or its steps lie before the end, or the record lacks what the method needs.
@@ -241,9 +392,6 @@ class JournalFile:
         Args:
             path: The file.
 
-        Returns:
-            The open journal.
-
         Raises:
             JournalError: It cannot be read.
         """
@@ -259,9 +407,6 @@ class JournalFile:
 
     def append(self, record: Record) -> None:
         """Add a round, in memory and on disk.
-
-        Args:
-            record: The round.
 
         Raises:
             JournalError: See `Journal.append`.
@@ -281,9 +426,6 @@ class JournalFile:
 
 def show(journal: Journal) -> list[str]:
     """Describe a journal in lines for a reader.
-
-    Args:
-        journal: The journal.
 
     Returns:
         What the run fixed, then a line a round.

@@ -24,17 +24,11 @@ _CHUNK = 1 << 20  # elements hashed at a time
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One trainable tensor.
+    """One trainable tensor."""
 
-    Attributes:
-        name: Its name in `named_parameters()`.
-        shape: Its shape.
-        number_format: How its numbers are stored.
-    """
-
-    name: str
+    name: str  # its name in `named_parameters()`
     shape: tuple[int, ...]
-    number_format: NumberFormat = NumberFormat.FLOAT32
+    number_format: NumberFormat = NumberFormat.FLOAT32  # how its numbers are stored
 
     @property
     def size(self) -> int:
@@ -44,13 +38,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The trainable tensors in the order in which they are laid end to end.
+    """The trainable tensors in the order in which they are laid end to end."""
 
-    Attributes:
-        tensors: At least one, with different names.
-    """
-
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[TensorSpec, ...]  # at least one, with different names
 
     def __post_init__(self) -> None:
         if not self.tensors or not self.size:
@@ -77,9 +67,6 @@ class Layout:
     def difference(self, other: Layout) -> str | None:
         """Say where another layout differs first.
 
-        Args:
-            other: The other layout.
-
         Returns:
             A phrase, or None if they are equal.
         """
@@ -96,9 +83,6 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 
     Args:
         tensors: Name -> NumPy array (bfloat16 as `uint16`) or torch tensor.
-
-    Returns:
-        Their layout.
 
     Raises:
         DirectionError: There is none, or one is not float32, bfloat16 or float16.

@@ -30,9 +30,6 @@ def split_word(value: int) -> tuple[int, int]:
 
     Args:
         value: 0 to 2^64 - 1.
-
-    Returns:
-        Low word, high word.
     """
     return value & 0xFFFFFFFF, value >> 32
 

@@ -39,21 +39,13 @@ FLOAT_COLUMNS = ("lr", "one_minus_nu", "nu", "eps", "beta", "one_minus_beta", "t
 
 @dataclass(frozen=True)
 class Program:
-    """What a kernel reads.
-
-    Attributes:
-        scheme: The run's scheme.
-        keys: Keys of the generator's rounds, (10, 2).
-        ints: Rows of `INT_COLUMNS`, (steps, 4).
-        floats: Rows of `FLOAT_COLUMNS`, (steps, 7).
-        coefficients: `c_p` of all steps end to end, (sum of P,).
-    """
+    """What a kernel reads."""
 
     scheme: Scheme
-    keys: NDArray[np.uint64]
-    ints: NDArray[np.int64]
-    floats: F32
-    coefficients: F32
+    keys: NDArray[np.uint64]  # keys of the generator's rounds, (10, 2)
+    ints: NDArray[np.int64]  # rows of `INT_COLUMNS`, (steps, 4)
+    floats: F32  # rows of `FLOAT_COLUMNS`, (steps, 7)
+    coefficients: F32  # `c_p` of all steps end to end, (sum of P,)
 
 
 def compile_records(records: Sequence[Record], scheme: Scheme) -> Program:

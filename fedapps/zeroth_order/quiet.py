@@ -20,9 +20,6 @@ _NOISE = 0xFFFFFFFF  # counter words of the noise; no direction reaches block 2^
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """List the parameters that a direction covers, in order; frozen ones are no part of `d`.
 
-    Args:
-        model: The model.
-
     Returns:
         Name -> parameter, a tied one once.
     """
@@ -31,9 +28,6 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 def check_model(model: torch.nn.Module) -> None:
     """Refuse a model whose trainable parameters cannot be followed into every use.
-
-    Args:
-        model: The model.
 
     Raises:
         ProbeError: Nothing is trainable, a part is compiled or scripted, elements do not lie end to end, or two names
@@ -58,9 +52,6 @@ def check_model(model: torch.nn.Module) -> None:
 @contextmanager
 def quiet(model: torch.nn.Module) -> Iterator[None]:
     """Evaluate a model without a trace: `eval()` inside; flags and buffers afterwards as before.
-
-    Args:
-        model: The model.
 
     Yields:
         Nothing.

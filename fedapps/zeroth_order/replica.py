@@ -74,9 +74,6 @@ class Replica:
     def state_of(self, name: str) -> dict[str, Tensor]:
         """Get one tensor's part of the state.
 
-        Args:
-            name: The tensor.
-
         Returns:
             Slot -> float32.
         """
@@ -85,9 +82,6 @@ class Replica:
     def can_apply(self, part: Slice) -> bool:
         """Say whether a slice starts at or before this replica's round.
 
-        Args:
-            part: The slice.
-
         Returns:
             False if rounds between are missing: then more of the journal is needed.
         """
@@ -95,9 +89,6 @@ class Replica:
 
     def pending(self, part: Slice) -> list[Record]:
         """List the rounds of a slice that this replica lacks; what overlaps is skipped.
-
-        Args:
-            part: The slice.
 
         Returns:
             Rounds, in order.

@@ -44,19 +44,12 @@ class HessianUpdate(StrEnum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is constant over a run.
+    """What is constant over a run."""
 
-    Attributes:
-        seed: The run's seed, 0 to 2^64 - 1.
-        method: Name of the update rule.
-        distribution: Of the directions.
-        hessian_update: Policy for `H`; without effect for rules that have none.
-    """
-
-    seed: int
-    method: str = "hiso"
-    distribution: Distribution = Distribution.GAUSSIAN
-    hessian_update: HessianUpdate = HessianUpdate.EVERY_STEP
+    seed: int  # the run's seed, 0 to 2^64 - 1
+    method: str = "hiso"  # name of the update rule
+    distribution: Distribution = Distribution.GAUSSIAN  # of the directions
+    hessian_update: HessianUpdate = HessianUpdate.EVERY_STEP  # policy for `H`; without effect for rules that have none
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -64,17 +57,11 @@ class Scheme:
 
 @dataclass(frozen=True)
 class LocalStep:
-    """A step that a client took: `x <- x - eta (1/P) sum_p g_p z_p`. With `H_r` it says where the client stands.
+    """A step that a client took: `x <- x - eta (1/P) sum_p g_p z_p`. With `H_r` it says where the client stands."""
 
-    Attributes:
-        step: Global step.
-        scalars: The client's own `g`, (P,).
-        lr: `eta`.
-    """
-
-    step: int
-    scalars: tuple[float, ...]
-    lr: float
+    step: int  # global step
+    scalars: tuple[float, ...]  # the client's own `g`, (P,)
+    lr: float  # `eta`
 
     def __post_init__(self) -> None:
         check_below("step", self.step, STEP_LIMIT, "start a new run: a run has 2^32 steps")
@@ -84,19 +71,12 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class Probe:
-    """The point `x + sign (mu z)` at which a loss is asked for.
+    """The point `x + sign (mu z)` at which a loss is asked for."""
 
-    Attributes:
-        step: Global step.
-        probe: Probe within the step.
-        mu: Radius.
-        sign: +1, or -1 for the second point of a central difference.
-    """
-
-    step: int
-    probe: int
-    mu: float
-    sign: int = 1
+    step: int  # global step
+    probe: int  # probe within the step
+    mu: float  # radius
+    sign: int = 1  # +1, or -1 for the second point of a central difference
 
     def __post_init__(self) -> None:
         check_below("step", self.step, STEP_LIMIT, "start a new run: a run has 2^32 steps")
@@ -107,31 +87,18 @@ class Probe:
 
 @dataclass(frozen=True)
 class Record:
-    """One applied round, as the journal holds it.
+    """One applied round, as the journal holds it."""
 
-    Attributes:
-        round: Number of the round, from 1.
-        first_step: Global step of row 0 of the scalars.
-        lr: `eta`, as set.
-        mu: Radius of the probes, as set.
-        nu: Weight of what is new in `H`, as set; 0 leaves `H` alone.
-        eps: Floor of what `H` learns, as set.
-        scalars: `G`, `tau` rows of `P` float32 values.
-        participants: Number of clients behind the scalars.
-        fingerprint: Of the state after this round, or None.
-        momentum: `beta`, for rules with momentum only.
-    """
-
-    round: int
-    first_step: int
-    lr: float
-    mu: float
-    nu: float
-    eps: float
-    scalars: Scalars
-    participants: int
-    fingerprint: str | None = None
-    momentum: float | None = None
+    round: int  # number of the round, from 1
+    first_step: int  # global step of row 0 of the scalars
+    lr: float  # `eta`, as set
+    mu: float  # radius of the probes, as set
+    nu: float  # weight of what is new in `H`, as set; 0 leaves `H` alone
+    eps: float  # floor of what `H` learns, as set
+    scalars: Scalars  # `G`, `tau` rows of `P` float32 values
+    participants: int  # number of clients behind the scalars
+    fingerprint: str | None = None  # of the state after this round, or None
+    momentum: float | None = None  # `beta`, for rules with momentum only
 
     def __post_init__(self) -> None:
         where = f"record of round {self.round}"

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.zeroth_order.journal import Header, Slice
-from fedapps.zeroth_order.journal_lines import header_line
+from fedapps.zeroth_order.journal import Header, Slice, header_line
 from fedapps.zeroth_order.layout import TensorSpec
 from fedapps.zeroth_order.replica import Base, Replica
 from fedapps.zeroth_order.rules import rule_of

@@ -32,14 +32,7 @@ _DIGEST = 32
 
 
 def pack_slice(part: Slice) -> Columns:
-    """Lay a slice out in columns.
-
-    Args:
-        part: The slice.
-
-    Returns:
-        The columns.
-    """
+    """Lay a slice out in columns."""
     columns: Columns = {"after": part.after, "through": part.through}
     records = part.records
     if not records:
@@ -68,9 +61,6 @@ def unpack_slice(columns: Mapping[str, Any], where: str) -> Slice:
     Args:
         columns: What `pack_slice` gave; other entries are left alone.
         where: Whose message it is, for the error message.
-
-    Returns:
-        The slice.
 
     Raises:
         JournalError: A column is missing or of another type or length, or a record is out of range.

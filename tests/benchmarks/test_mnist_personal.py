@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.spread import client_statistics
-from fedapps.results.summary import summarise
+from fedapps.results.summary import client_statistics, summarise
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedapps.client_apps.fedpm import fedpm_reply, received_model
-from fedapps.curvature import FoofPreconditioner
+from fedapps.curvature.foof import FoofPreconditioner
 from fedapps.curvature.layout import Layout
 from fedapps.errors import MessageError, SettingsError, TaskError
 from fedapps.messages import pack_arrays

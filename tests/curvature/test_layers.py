@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedapps.curvature import FoofPreconditioner, layers
+from fedapps.curvature import layers
+from fedapps.curvature.foof import FoofPreconditioner
 from fedapps.curvature.gram import covariance
 from fedapps.curvature.layers import count_rows, input_moment, input_rows, model_layout, register_layer
 from fedapps.curvature.layout import BlockSpec

@@ -128,7 +128,7 @@ def offer_tiny(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
     model = Published(
         "tiny", "two layers", "tiny-model==1.0", member, digest, size, 10 * size, "CC0-1.0", "random numbers"
     )
-    for module in ("tasks.language.published", "tasks.language.fetch", "cli_models"):
+    for module in ("tasks.language.published", "tasks.language.fetch", "cli.models"):
         monkeypatch.setattr(f"fedapps.{module}.PUBLISHED", (model,))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)

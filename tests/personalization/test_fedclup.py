@@ -11,7 +11,7 @@ import pytest
 
 from fedapps.errors import MessageError, SettingsError
 from fedapps.personalization import fedclup
-from fedapps.personalization.fedclup import FedClupConfig, Stale, default_gamma, gamma_warnings
+from fedapps.personalization.fedclup import FedClupConfig, Stale, default_gamma, gamma_warnings, personal_names
 from fedapps.personalization.proximal import Proximal, descend, safe_step
 from fedapps.personalization.quadratic import Quadratic, global_minimiser, joint_minimiser, local_minimisers
 
@@ -328,3 +328,25 @@ def test_weights_that_are_not_over_all_clients_are_refused(heard: float, weight:
     state = fedclup.fold(fedclup.initial_state(MODEL), MODEL, heard, first=True)
     with pytest.raises(SettingsError, match=r"client weights p_i.*over all N clients"):
         fedclup.fold(state, MODEL, weight, first=True)
+
+
+NAMES = ("body.0.weight", "body.0.bias", "head.weight", "head.bias", "header")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        pytest.param((), NAMES, id="nothing named: everything is personal"),
+        pytest.param(("head",), ("head.weight", "head.bias"), id="a module, not what merely starts like it"),
+        pytest.param(("header",), ("header",), id="a tensor"),
+        pytest.param(("*.bias",), ("body.0.bias", "head.bias"), id="a pattern"),
+        pytest.param(("head", "body"), NAMES[:4], id="several, in the model's order"),
+    ],
+)
+def test_names_are_picked(patterns: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    assert personal_names(NAMES, patterns) == expected
+
+
+def test_pattern_that_names_nothing_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"personal parts, 'classifier'.*body\.0\.weight"):
+        personal_names(NAMES, ("head", "classifier"))

@@ -15,8 +15,7 @@ from fedapps.results.personal import client_gains, client_table, personal_metric
 from fedapps.results.plots import plot_gains
 from fedapps.results.report import Run, load_run
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.spread import client_statistics
-from fedapps.results.summary import best_evaluation, summarise, validation_key
+from fedapps.results.summary import best_evaluation, client_statistics, summarise, validation_key
 from fedapps.results.tables import to_csv, to_markdown
 
 

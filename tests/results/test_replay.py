@@ -1,4 +1,4 @@
-"""Tests of ``fedapps/results/replay.py`` and the commands of ``fedapps/cli_journal.py``."""
+"""Tests of ``fedapps/results/replay.py`` and the commands of ``fedapps/cli/journal.py``."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import pytest
 from fedapps.errors import SettingsError
 from fedapps.methods import get_method, resolve_settings
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.spread import client_statistics
-from fedapps.results.summary import RunStatus, summarise
+from fedapps.results.summary import RunStatus, client_statistics, summarise
 from fedapps.settings import flatten
 from fedapps.simulation import sweep
 from fedapps.simulation.start import Ended, Engine, Start

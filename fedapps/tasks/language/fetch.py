@@ -75,10 +75,6 @@ def fetch(name: str, out: Path | None = None, say: Say = lambda _: None) -> Path
 def is_fetched(model: Published, folder: Path) -> bool:
     """Tell whether a folder is a fetched model.
 
-    Args:
-        model: The model.
-        folder: The folder.
-
     Returns:
         Whether its card names the model's file.
     """
@@ -90,9 +86,6 @@ def is_fetched(model: Published, folder: Path) -> bool:
 
 def card(model: Published) -> str:
     """Write what a fetched folder is.
-
-    Args:
-        model: The model.
 
     Returns:
         Markdown.

@@ -177,9 +177,6 @@ def output_embedding(model: PreTrainedModel) -> torch.nn.Linear:
     Args:
         model: A causal language model.
 
-    Returns:
-        The layer.
-
     Raises:
         TaskError: It is not a plain linear layer.
     """

@@ -33,19 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model lies.
+    """Where a model lies."""
 
-    Attributes:
-        place: A folder, or an id of the hub.
-        gguf: Name of the GGUF file in the folder, or None.
-        revision: Revision asked for on the hub, or None.
-        local: Whether the place is a folder.
-    """
-
-    place: str
-    gguf: str | None = None
-    revision: str | None = None
-    local: bool = True
+    place: str  # a folder, or an id of the hub
+    gguf: str | None = None  # name of the GGUF file in the folder, or None
+    revision: str | None = None  # revision asked for on the hub, or None
+    local: bool = True  # whether the place is a folder
 
 
 def find_source(source: str) -> Source:

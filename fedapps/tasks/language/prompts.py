@@ -17,19 +17,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one task.
+    """The prompt of one task."""
 
-    Attributes:
-        template: The text before the answer, with ``{field}`` where a field of the example goes.
-        words: Label words in the order of the class numbers; empty if the answer is free text.
-        shorten: Fields that are cut from behind if the prompt is too long, in this order.
-        questions: Fields that begin with a capital letter and whose question mark is the template's.
-    """
-
-    template: str
-    words: tuple[str, ...]
-    shorten: tuple[str, ...]
-    questions: tuple[str, ...] = ()
+    template: str  # the text before the answer, with ``{field}`` where a field of the example goes
+    words: tuple[str, ...]  # label words in the order of the class numbers; empty if the answer is free text
+    shorten: tuple[str, ...]  # fields that are cut from behind if the prompt is too long, in this order
+    questions: tuple[str, ...] = ()  # fields that begin with a capital letter and whose question mark is the template's
 
     @property
     def fields(self) -> tuple[str, ...]:

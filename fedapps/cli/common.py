@@ -1,0 +1,107 @@
+"""What several commands share: their options, the settings behind these, and how an error is printed."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedapps.errors import FedAppsError, SettingsError
+from fedapps.results.run_folder import RunFolder
+from fedapps.results.settings_file import from_toml
+from fedapps.settings import toml_float
+from fedapps.tasks.language.published import MODELS_VARIABLE, models_folder
+
+DEFAULT_OUT = Path("runs")
+
+TaskOption = Annotated[str | None, typer.Option(help="Name of a task, or my_pkg.my_mod:MyTask.")]
+ClientsOption = Annotated[int, typer.Option(min=1, help="Number of clients.")]
+RoundsOption = Annotated[int | None, typer.Option(min=1, help="Rounds in all.")]
+PartitionOption = Annotated[str | None, typer.Option(help="dirichlet, iid, classes or column.")]
+AlphaOption = Annotated[float | None, typer.Option(help="Concentration of the Dirichlet split.")]
+DataOption = Annotated[Path | None, typer.Option(help="Folder with data files; default $FEDAPPS_DATA.")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>.")]
+ConfigOption = Annotated[list[Path] | None, typer.Option(help="TOML file with settings; later ones win.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, in TOML syntax.")]
+OutOption = Annotated[Path | None, typer.Option(help="Folder of all runs.  [default: runs]")]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=0, help="Worker processes; default: one a core, in-process none.")
+]
+
+
+def gather(
+    options: Mapping[str, Any], config: list[Path] | None, set_: list[str] | None, resume: Path | None = None
+) -> dict[str, Any]:
+    """Collect settings: those of a run to go on with, then ``--config``, then ``--set``, then the options; later ones win.
+
+    Args:
+        options: Key of a setting -> value of its own option; None where it was not given, a path where it is one.
+        config: Preset files.
+        set_: ``KEY=VALUE``, in TOML syntax.
+        resume: Run folder to go on with.
+
+    Raises:
+        SettingsError: A preset or an assignment cannot be read.
+    """
+    values: dict[str, Any] = {}
+    if resume is not None:
+        values |= RunFolder.open(resume).read_settings()
+    for path in config or []:
+        values |= _read_preset(path)
+    for assignment in set_ or []:
+        values |= _parse_assignment(assignment)
+    for key, value in options.items():
+        if value is not None:
+            values[key] = str(value.absolute()) if isinstance(value, Path) else value
+    values |= {"run-dir": "" if resume is None else str(resume.absolute()), "resume": resume is not None}
+    if values.get("data-dir", "") == "" and os.environ.get("FEDAPPS_DATA"):
+        # The engines start other processes, on this machine, that may not get this one's environment.
+        values["data-dir"] = str(Path(os.environ["FEDAPPS_DATA"]).absolute())
+    if os.environ.get(MODELS_VARIABLE):
+        # And they work in other folders.
+        os.environ[MODELS_VARIABLE] = str(models_folder().absolute())
+    return values
+
+
+def _read_preset(path: Path) -> dict[str, Any]:
+    try:
+        return dict(from_toml(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(
+            f"--config {path}", expected="a TOML file with settings", got=str(error), do="check the path"
+        ) from error
+
+
+def _parse_assignment(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise SettingsError(f"--set {text!r}", expected="KEY=VALUE", got=repr(text), do="for example lr=0.1")
+    return {key.strip(): parse_value(value)}
+
+
+def parse_value(text: str) -> Any:
+    """Read a value in TOML syntax; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}", parse_float=toml_float)["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # --set partition=iid
+
+
+@contextmanager
+def told() -> Iterator[Console]:
+    """Give a console; print the project's own errors, and those of files, as one message, and end with exit code 1."""
+    console = Console()
+    try:
+        yield console
+    except (FedAppsError, OSError) as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, markup=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped[/]; go on with --resume")
+        raise typer.Exit(130) from None

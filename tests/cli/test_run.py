@@ -1,0 +1,69 @@
+"""``fedapps run`` as a user types it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fedapps.results.run_folder import RunFolder
+
+Call = Callable[..., str]
+
+
+def only_run(root: Path) -> RunFolder:
+    [path] = [p for p in root.iterdir() if p.is_dir()]
+    return RunFolder.open(path)
+
+
+def test_run_prints_a_line_a_round_a_summary_and_leaves_the_folder(
+    call: Call, sites: list[str], tmp_path: Path
+) -> None:
+    output = call("run", "--method", "fedpm", *sites, "--out", str(tmp_path))
+    folder = only_run(tmp_path)
+    assert [line.split()[:2] for line in output.splitlines() if line.startswith("round ")] == [
+        ["round", "0"], ["round", "1"], ["round", "2"],
+    ]  # fmt: skip
+    assert "completed" in output
+    assert str(folder.path / "plot.png") in output
+    for name in ("settings.toml", "environment.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "plot.png",
+                 "model.safetensors", "flower.log", "checkpoint/manifest.json"):  # fmt: skip
+        assert (folder.path / name).exists(), name
+    assert folder.read_settings()["method"] == "fedpm"
+    assert "round 2/2: 3 of 3 clients" in (folder.path / "flower.log").read_text()
+
+
+def test_resume_takes_settings_and_clients_from_the_folder(call: Call, sites: list[str], tmp_path: Path) -> None:
+    call("run", "--method", "fedavg", *sites, "--out", str(tmp_path))
+    folder = only_run(tmp_path)
+    output = call("run", "--resume", str(folder.path), "--rounds", "3", "--engine", "inprocess")
+    assert "round   3" in output
+    assert "round   1" not in output
+    summary = folder.read_summary()
+    assert summary is not None
+    assert summary["rounds"] == 3
+
+
+def test_a_preset_and_options_override_each_other_in_order(call: Call, sites: list[str], tmp_path: Path) -> None:
+    preset = tmp_path / "preset.toml"
+    preset.write_text("lr = 0.7\nseed = 4\n[fedpm]\ndamping = 0.3\n")
+    call("run", "--method", "fedpm", *sites[:-2], "--config", str(preset), "--set", "seed=5", "--seed", "6",
+         "--out", str(tmp_path / "runs"))  # fmt: skip
+    settings = only_run(tmp_path / "runs").read_settings()
+    assert (settings["lr"], settings["seed"], settings["fedpm.damping"]) == (0.7, 6, 0.3)
+
+
+def test_a_file_where_a_folder_belongs_is_told_in_one_message(call: Call, sites: list[str], tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("not a folder")
+    output = call("run", "--method", "fedavg", *sites, "--out", str(tmp_path / "runs"), code=1)
+    assert "Traceback" not in output
+    assert "Error: [Errno" in output
+    assert str(tmp_path / "runs") in output
+
+
+def test_a_run_that_fails_says_so_and_ends_with_exit_code_1(call: Call, sites: list[str], tmp_path: Path) -> None:
+    output = call("run", "--method", "fedavg", *sites, "--set", "lr=1e30", "--set", "local-epochs=3", "--set",
+                  "max-consecutive-failed-rounds=1", "--out", str(tmp_path), code=1)  # fmt: skip
+    assert "failed: RoundFailedError: round 1: expected at least 1 valid replies, got 0 of 3" in output
+    summary = only_run(tmp_path).read_summary()
+    assert summary is not None
+    assert summary["status"] == "failed"
