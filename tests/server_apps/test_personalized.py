@@ -26,7 +26,7 @@ from ..simulation import runs
 
 short_run, assert_same_model = runs.short_run, runs.assert_same_model
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 KEEPERS = ["fedclup", "pfedme", "ditto", "localtrain"]
 LINEAR = {

@@ -32,7 +32,7 @@ ONE_MODEL = [
 ]
 """Methods with one model, which the server sends and clients train from: neither replicas nor models of their own."""
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 @pytest.fixture
