@@ -45,6 +45,7 @@ def comparison(root: Path, classes: int) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_table_and_figure_hold_the_chosen_runs(tmp_path: Path) -> None:
     folders = [comparison(tmp_path / str(classes), classes) for classes in (2, 5)]
     command = [

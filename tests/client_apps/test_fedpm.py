@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow
 def test_every_option_gives_the_same_bits_again_and_after_a_resume(tmp_path: Path, name: str) -> None:
     """Those that draw or code something also in other processes."""
     config = {**LAYERED, **OPTIONS[name]}
@@ -69,6 +70,7 @@ def test_every_option_gives_the_same_bits_again_and_after_a_resume(tmp_path: Pat
     assert all(np.isfinite(value).all() for value in first.model.values())
 
 
+@pytest.mark.slow
 def test_every_option_is_another_run(tmp_path: Path) -> None:
     """An option that reached nobody would leave the model as it is."""
     alone = [
@@ -179,6 +181,7 @@ def resident_mb() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read the resident memory from")
+@pytest.mark.slow
 def test_memory_does_not_grow_over_rounds(tmp_path: Path) -> None:
     """Memory does not grow with clients and rounds.
 
@@ -199,6 +202,7 @@ def test_a_factor_of_a_single_row_cannot_be_asked_for() -> None:
         resolve_settings({"fedpm.factor-min-rows": 1})
 
 
+@pytest.mark.slow
 def test_the_wire_format_holds_for_convex_models_too(tmp_path: Path) -> None:
     """A full Hessian in bfloat16: half of half the bytes of float64, and still a step towards the optimum."""
     data = Path(__file__).parents[1] / "data"
@@ -367,6 +371,7 @@ def test_a_server_that_starts_from_a_state_dict_is_told_how_to_pack_tied_and_fro
 
 
 @needs_docs
+@pytest.mark.slow
 def test_the_functional_form_of_the_docs_is_the_mixing_in_float64_and_needs_no_flower(tmp_path: Path) -> None:
     """With ``lr = 1`` each ``M_i`` is minus the client's gradient."""
     code = snippet("In a strategy of your own")

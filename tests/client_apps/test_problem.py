@@ -227,6 +227,7 @@ def test_torchs_curvature_approaches_the_greatest_eigenvalue() -> None:
     assert estimate == pytest.approx(np.linalg.eigvalsh(A)[-1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_fit_to_halves_measures_distance_noise_and_variance() -> None:
     """Enough full-batch steps solve every problem: q = |v_1 - v_2|^2 / 4, s2 d / n = (v_1 - v_2)' A (v_1 - v_2) / 4.
 

@@ -357,6 +357,7 @@ def _check_conv1d(layer: nn.Module) -> None:
     torch.testing.assert_close(input_rows(layer, x)[0] @ W.T, layer(x).flatten(0, 1))
 
 
+@pytest.mark.slow
 def test_conv1d_of_transformers_is_known_without_importing_it() -> None:
     """By name, so this stand-in, which says that it comes from there, is one."""
     assert not model_layout(Stored()).blocks

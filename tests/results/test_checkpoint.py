@@ -119,6 +119,7 @@ class Killer:
         return False
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_a_checkpoint_that_loads_and_never_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("opt", "float32"), ("gpt2", "bfloat16")])
+@pytest.mark.slow
 def test_a_run_replays_to_a_folder_of_transformers_with_the_same_bits(
     tmp_path: Path, tiny: ModuleType, family: str, dtype: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_adapters_replay_to_a_folder_of_peft_with_the_same_bits(tmp_path: Path, 
     assert not torch.equal(logits(loaded), logits(transformers.AutoModelForCausalLM.from_pretrained(base)))
 
 
+@pytest.mark.slow
 def test_without_a_base_the_model_that_the_journal_names_is_taken(tmp_path: Path, tiny: ModuleType) -> None:
     """The same files as with its source as the base, whether all parameters were trained or adapters only."""
     base = tiny.tiny_folder(tmp_path / "base")
@@ -144,6 +146,7 @@ def test_without_the_model_that_the_journal_names_the_result_is_a_bare_file_and_
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == left.folder.model_path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_published_model_is_not_kept_and_is_found_by_the_journal(tmp_path: Path, tiny: ModuleType) -> None:
     pytest.importorskip("gguf")
     source = tiny.tiny_gguf(tmp_path / "tiny.gguf")

@@ -10,7 +10,7 @@ import pytest
 from .scalar_runs import payloads, tiny
 from .test_run import empty
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 def test_fedzo_averages_models_after_steps_along_own_directions(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ..simulation import runs
 
 short_run, assert_same_model = runs.short_run, runs.assert_same_model
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 KEEPERS = ["fedclup", "pfedme", "ditto", "localtrain"]
 LINEAR = {
@@ -161,8 +161,8 @@ def test_dittos_global_model_is_fedavgs_and_its_personal_models_are_pulled_to_it
 
 
 @pytest.mark.parametrize(
-    ("method", "workers"), [*((method, 0) for method in KEEPERS), ("fedclup", 2), ("pfedme", 2)]
-)  # Workers are slow to start, and know nothing of the method: two are enough.
+    ("method", "workers"), [*((method, 0) for method in KEEPERS), ("fedclup", 2)]
+)  # Workers are slow to start, and know nothing of the method: one is enough.
 def test_a_client_goes_on_where_its_last_folded_reply_left_it(tmp_path: Path, method: str, workers: int) -> None:
     """What a client keeps lasts, also for clients skipped between.
 

@@ -32,7 +32,7 @@ ONE_MODEL = [
 ]
 """Methods with one model, which the server sends and clients train from: neither replicas nor models of their own."""
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_workers_order_of_arrival_and_waiting_on_disk_change_nothing(tmp_path: P
         ("on-disk", {"fold-buffer-mb": 0.0}, {"late": [0]}),
     ]
     if method == "fedpm":  # Workers are slow to start, and know nothing of the method.
-        ways += [("one-worker", {}, {"workers": 1}), ("two-workers", {}, {"workers": 2})]
+        ways.append(("two-workers", {}, {"workers": 2}))
     for name, extra, how in ways:
         other = short_run(tmp_path / name, {**config, **extra}, **how)
         assert_same_model(straight.model, other.model)

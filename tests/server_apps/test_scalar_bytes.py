@@ -9,7 +9,7 @@ import pytest
 from ..simulation import runs
 from .scalar_runs import payloads, sampled_as, tiny
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 def test_a_scalar_costs_four_bytes_each_way_beside_fixed_settings(tmp_path: Path) -> None:

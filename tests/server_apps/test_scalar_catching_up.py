@@ -22,7 +22,7 @@ from fedapps.zeroth_order.journal import Journal
 from .scalar_runs import assert_caught_up, journal_of, sampled_as, tiny
 from .test_run import empty, raised
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 def test_a_client_that_missed_rounds_or_joins_late_catches_up(

@@ -23,7 +23,7 @@ from ..simulation import runs
 from .scalar_runs import journal_of, tiny
 from .test_run import empty, raised
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 def scalars_of(values: Any, **change: Any) -> Callable[[Message], Message]:

@@ -19,7 +19,7 @@ from fedapps.zeroth_order.journal import Journal
 from ..simulation import runs
 from .scalar_runs import METHODS, by_site, journal_of, tiny
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 @pytest.mark.parametrize("method", METHODS)

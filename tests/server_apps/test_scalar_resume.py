@@ -13,7 +13,7 @@ from ..simulation import runs
 from .scalar_runs import METHODS, journal_of, tiny
 from .test_run import empty
 
-pytestmark = pytest.mark.usefixtures("own_module")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
 
 
 @pytest.mark.parametrize("method", METHODS)

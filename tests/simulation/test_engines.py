@@ -26,7 +26,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("own_module")]
 
 
-@pytest.mark.parametrize(("method", "actors"), [("fedpm", 2), ("fedavg", 1), ("fedclup", 2)])
+@pytest.mark.parametrize(("method", "actors"), [("fedpm", 1), ("fedclup", 2)])
 def test_simulation_gives_the_bits_of_the_inprocess_engine(tmp_path: Path, method: str, actors: int) -> None:
     config = {**runs.SITES, "method": method, "client-test-fraction": 0.34, "client-evaluation": "last"}
     inprocess = runs.short_run(tmp_path / "inprocess", config)

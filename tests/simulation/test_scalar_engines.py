@@ -33,7 +33,7 @@ DIGITS: dict[str, Any] = {
 
 def test_two_workers_of_the_simulation_write_the_journal_of_one_process(tmp_path: Path) -> None:
     """Six clients, two sampled, on two workers: a client's message finds the replica that another one's left there."""
-    config = {**DIGITS, "num-server-rounds": 30, "fraction-train": 0.34, "lr": 0.03}
+    config = {**DIGITS, "num-server-rounds": 11, "fraction-train": 0.34, "lr": 0.03}
     inprocess = runs.short_run(tmp_path / "inprocess", config, 6)
     how = Start(engine=Engine.SIMULATION, num_clients=6, workers=2)
     ended = start({**runs.SITES, **config}, how, tmp_path / "runs", lambda row: None)
@@ -42,7 +42,7 @@ def test_two_workers_of_the_simulation_write_the_journal_of_one_process(tmp_path
     folder = RunFolder.open(ended.folder)
     assert {len(row["folded"]) for row in folder.read_metrics()} == {2}
     assert folder.journal_path.read_bytes() == inprocess.folder.journal_path.read_bytes()
-    assert verify(folder.journal_path, folder.initial_path) == list(range(4, 30, 4))
+    assert verify(folder.journal_path, folder.initial_path) == [4, 8]
     replayed, other = (replay(f.journal_path, f.initial_path) for f in (folder, inprocess.folder))
     assert replayed.fingerprint == other.fingerprint
     written = write_replayed(replayed, tmp_path / "replayed").read_bytes()
