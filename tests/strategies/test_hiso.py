@@ -342,13 +342,12 @@ def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_on
 
     def answer(partition: int, message: Message) -> RecordDict:
         if message.content.config_records["journal"].get("confirm"):
-            return reply(2, b"", fingerprint=X)
+            return reply(2, b"", fingerprint=R)
         return reply(int(message.content["config"]["server-round"]), GOOD)  # type: ignore[index, call-overload]
 
     grid = ScriptedGrid(answer)
     train(made, grid, 1, {}, lr=0.1)
     assert len(grid.sent) == 2
-    made.kept.replica = None  # type: ignore[union-attr]  # Flower's loop asked for the model: the clients alone are to vote
     train(made, grid, 2, {}, lr=0.1)
     assert [message.metadata.dst_node_id - FIRST_NODE for message in grid.sent[4:]] == [0, 1]
     content = grid.sent[4].content
@@ -357,6 +356,7 @@ def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_on
     assert (part.after, part.through, record.round, record.fingerprint) == (1, 2, 2, None)
     assert content.config_records["journal"]["confirm"] is True
     assert content.config_records["config"]["last-folded"] == 2
+    assert kept(made).journal.records[-1].fingerprint == R.hex()
 
 
 # The file, and resume -------------------------------------------------------------------------------------
