@@ -259,11 +259,11 @@ def read_reply(content: RecordDict, partition: int, announced: Announced, *, fol
         if name not in announced:
             expected = ", ".join(announced) or "none"
             raise MessageError(where, expected=f"records of arrays among {expected}", got=f"one called '{name}'")
-        tensors = announced[name]
-        records[name] = _read_arrays(record, where, tensors)
+        place, tensors = f"{where}, record '{name}'", announced[name]
+        records[name] = _read_arrays(record, place, tensors)
         if tensors is not None:
             for tensor, value in records[name].items():
-                check_finite(value, f"{where}, tensor '{tensor}'")
+                check_finite(value, f"{place}, tensor '{tensor}'")
     arrays, buffers = records.pop(ARRAYS, {}), records.pop(BUFFERS, {})
     if repeated := arrays.keys() & buffers.keys():
         raise MessageError(

@@ -12,7 +12,8 @@ from flwr.supercore.inflatable import inflatable_object
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedapps.results.ledger import message_row, record_bytes, sum_bytes
+from fedapps.messages.schema import record_bytes
+from fedapps.results.ledger import message_row, sum_bytes
 
 
 @pytest.fixture(autouse=True)

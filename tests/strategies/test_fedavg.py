@@ -1,4 +1,4 @@
-"""Flower's own strategies behind the mixin: the same bits as Flower's, buffers kept away, refused rounds without a trace."""
+"""Flower's own strategies behind this package's rounds: the same bits as Flower's, buffers kept away, refused rounds without a trace."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
 from fedapps.errors import TaskError
 from fedapps.messages import pack_arrays
+from fedapps.settings import RoundSettings
 from fedapps.strategies import (
     FedAdagrad,
     FedAdam,
@@ -23,9 +24,8 @@ from fedapps.strategies import (
     FedYogi,
     LocalNewton,
     PFedMe,
-    RoundSettings,
 )
-from fedapps.strategies.fedavg import FlowerStrategyMixin, _as_message
+from fedapps.strategies.fedavg import FlowerStrategy, _as_message
 
 RANDOM = np.random.default_rng(0)
 SIZES = {0: 10, 1: 30, 2: 60}
@@ -35,7 +35,7 @@ BUFFERS = {
     "bn.count": np.array(0),
 }
 
-OURS: dict[str, tuple[type[FlowerStrategyMixin], type[flower.FedAvg], dict[str, Any]]] = {
+OURS: dict[str, tuple[type[FlowerStrategy], type[flower.FedAvg], dict[str, Any]]] = {
     "FedAvg": (FedAvg, flower.FedAvg, {}),
     "FedProx": (FedProx, flower.FedProx, {"proximal_mu": 0.1}),
     "FedAvgM": (FedAvgM, flower.FedAvgM, {"server_learning_rate": 0.7, "server_momentum": 0.9}),
@@ -86,12 +86,12 @@ def flower_round(
 
 
 def our_round(
-    strategy: FlowerStrategyMixin, server_round: int, model: dict[str, np.ndarray], replies: dict[int, RecordDict],
+    strategy: FlowerStrategy, server_round: int, model: dict[str, np.ndarray], replies: dict[int, RecordDict],
     order: list[int] | None = None,
 ) -> dict[str, np.ndarray] | None:  # fmt: skip
     strategy.rounds.begin(server_round, model, list(replies))
     for partition in order or list(replies):
-        strategy.receive(partition, replies[partition])
+        strategy.receive(partition, replies[partition], model)
     return strategy.rounds.end()
 
 
@@ -123,8 +123,8 @@ def test_uniform_weights_are_flowers_with_equal_numbers_of_examples(name: str) -
     ours, theirs, arguments = OURS[name]
     model = start_model()
     models = {p: trained(model, 1, p) for p in SIZES}
-    options = RoundSettings(weighting="uniform")
-    new = our_round(ours(options=options, **arguments), 1, model, {p: content(models[p], SIZES[p]) for p in SIZES})
+    settings = RoundSettings(weighting="uniform")
+    new = our_round(ours(settings, **arguments), 1, model, {p: content(models[p], SIZES[p]) for p in SIZES})
     expected = flower_round(theirs(**arguments), 1, model, {p: content(models[p], 1) for p in SIZES})
     assert new is not None
     assert all(value.tobytes() == expected[tensor].astype(np.float32).tobytes() for tensor, value in new.items())
@@ -250,23 +250,12 @@ def test_a_model_in_bfloat16_is_refused_also_under_flowers_own_loop(kind: Any, m
         made.configure_train(1, model, ConfigRecord({"lr": 0.1}), cast(Grid, None))
 
 
-def test_messages_are_left_alone() -> None:
-    """FedProx tells clients that were written for it their mu, in a copy of the config."""
-    config, sent = ConfigRecord({"lr": 0.1}), []
-
-    class Strategy(FedProx):
-        def _client_config(self, server_round: int, partition: int, config: ConfigRecord) -> ConfigRecord:
-            sent.append(dict(config))
-            return super()._client_config(server_round, partition, config)
-
-    class Roster:
-        num_partitions, node_of = 1, {0: 5}
-
-        def refresh(self, grid: Grid) -> None: ...
-
-    strategy = Strategy(proximal_mu=0.25)
-    strategy.roster = Roster()  # type: ignore[assignment]
-    messages = strategy.configure_train(1, pack_arrays(start_model()), config, cast(Grid, OnlineNodes()))
-    assert sent == [{"lr": 0.1, "proximal-mu": 0.25}]
-    assert [cast(Message, m).content["config"]["proximal-mu"] for m in messages] == [0.25]
+def test_the_config_that_was_given_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedProx tells clients that were written for it their mu, in a copy of the config, beside the round's own entries."""
+    config, strategy = ConfigRecord({"lr": 0.1}), FedProx(proximal_mu=0.25)
+    monkeypatch.setattr(strategy.roster, "refresh", lambda grid: None)
+    strategy.roster.node_of, strategy.roster.num_partitions = {0: 5}, 1
+    (message,) = strategy.configure_train(1, pack_arrays(start_model()), config, cast(Grid, OnlineNodes()))
+    sent = message.content.config_records["config"]
+    assert dict(sent) == {"lr": 0.1, "server-round": 1, "experiment": "", "last-folded": 0, "proximal-mu": 0.25}
     assert dict(config) == {"lr": 0.1}

@@ -7,18 +7,18 @@ import pytest
 from flwr.app import MetricRecord, RecordDict
 
 from fedapps.messages import pack_arrays
-from fedapps.methods.first_order import FedAvgMSettings
+from fedapps.methods import resolve_settings
 from fedapps.strategies import FedAvg, FedAvgM
-from fedapps.strategies.fedavg import FlowerStrategyMixin
+from fedapps.strategies.fedavg import FlowerStrategy
 
 
 def step(
-    strategy: FlowerStrategyMixin, server_round: int, model: dict[str, np.ndarray], delta: float
+    strategy: FlowerStrategy, server_round: int, model: dict[str, np.ndarray], delta: float
 ) -> dict[str, np.ndarray]:
     """One round with one client, whose model is ``delta`` larger."""
     strategy.rounds.begin(server_round, model, [0])
     trained = {name: value + value.dtype.type(delta) for name, value in model.items()}
-    strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}))
+    strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}), model)
     new = strategy.rounds.end()
     assert new is not None
     return new
@@ -54,6 +54,6 @@ def test_without_momentum_and_with_server_lr_one_it_is_fedavg_bitwise() -> None:
 
 
 def test_settings_have_flowers_names() -> None:
-    arguments = FedAvgM.flower_arguments(FedAvgMSettings(server_lr=0.3, momentum=0.8))
-    strategy = FedAvgM(**arguments)
-    assert (strategy.server_learning_rate, strategy.server_momentum) == (0.3, 0.8)
+    config = {"method": "fedavgm", "fedavgm.server-lr": 0.3, "fedavgm.momentum": 0.8}
+    flower = FedAvgM.from_settings(resolve_settings(config, "torch"), "e").flower
+    assert (flower.server_learning_rate, flower.server_momentum) == (0.3, 0.8)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 import fedapps
 from fedapps.errors import RosterError, SettingsError
 from fedapps.messages import pack_arrays
 from fedapps.messages.node_facts import NodeFacts
 from fedapps.messages.plans import AskedCurvature, RoundPlan
-from fedapps.personalization.choose_lambda import ChoiceConfig
+from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization.fedclup import Stale
-from fedapps.strategies import FedCLUP, RoundSettings
-from fedapps.strategies.fedclup import MOST_FIT_ROUNDS, FedClupOptions
+from fedapps.settings import RoundSettings
+from fedapps.strategies import FedCLUP
+from fedapps.strategies.fedclup import MOST_FIT_ROUNDS
 
 SIZES = [10, 30, 60]
 MODEL = {"w": np.array([1.0, -2.0]), "shared": np.array([0.5]), "counter": np.array(0)}
-OWN = FedClupOptions(lam=0.5, gamma=1.2, patterns=("w",))
+OWN = FedClupSettings(lambda_=0.5, gamma=1.2, personal="w")
 
 
-def strategy_of(own: FedClupOptions = OWN, sizes: list[int] = SIZES, **options: Any) -> FedCLUP:
-    strategy = FedCLUP(RoundSettings(**options), own=own)
+def own_with(own: FedClupSettings = OWN, **changes: Any) -> FedClupSettings:
+    return FedClupSettings(**{**own.model_dump(), **changes})
+
+
+def strategy_of(own: FedClupSettings = OWN, sizes: list[int] = SIZES, **settings: Any) -> FedCLUP:
+    strategy = FedCLUP(RoundSettings(**settings), own=own)
     strategy.roster.num_partitions = len(sizes)
     strategy.roster.facts = {
         i: NodeFacts(i, len(sizes), n, fedapps.__version__, "fedclup", "cpu", ()) for i, n in enumerate(sizes)
@@ -47,16 +51,17 @@ def reply_of(change: Any, *, shared: float = 0.0, num_examples: int = 1, **metri
 def one_round(
     strategy: FedCLUP, replies: dict[int, RecordDict], model: dict[str, np.ndarray] | None = None, number: int = 1
 ) -> dict[str, np.ndarray]:
-    strategy.rounds.begin(number, MODEL if model is None else model, list(replies))
+    model = MODEL if model is None else model
+    strategy.rounds.begin(number, model, list(replies))
     for partition, reply in replies.items():
-        strategy.receive(partition, reply)
+        strategy.receive(partition, reply, model)
     new = strategy.rounds.end()
     assert new is not None
     return new
 
 
 def plan_of(strategy: FedCLUP, partition: int) -> RoundPlan:
-    return RoundPlan.from_entries(dict(strategy._client_config(1, partition, ConfigRecord())))
+    return RoundPlan.from_entries(strategy.records_for(partition, 0, MODEL)["config"])
 
 
 def test_the_step_is_gamma_lambda_times_the_sum_over_all_clients() -> None:
@@ -83,7 +88,7 @@ def test_the_sum_is_kept_over_rounds_and_changes_by_what_clients_send() -> None:
 
 
 def test_replies_only_are_scaled_to_one_and_forgotten() -> None:
-    strategy = strategy_of(dataclasses.replace(OWN, stale=Stale.REPLIES))
+    strategy = strategy_of(own_with(stale=Stale.REPLIES))
     new = one_round(strategy, {0: reply_of([1.0, 0.0]), 1: reply_of([0.0, 1.0])})
     np.testing.assert_allclose(new["w"], MODEL["w"] - 0.6 * np.array([0.25, 0.75]), rtol=1e-14)
     again = one_round(strategy, {1: reply_of([0.0, 1.0])}, new, 2)
@@ -119,7 +124,7 @@ def test_a_lost_store_voids_the_sum_and_opens_a_new_generation() -> None:
 
 def test_after_a_lost_store_the_models_of_all_are_heard_of_anew() -> None:
     """Of models, client 2's 0.6 alone counts: w - 0.6 (0.6 w - 0.6 w_2)."""
-    strategy = strategy_of(dataclasses.replace(OWN, stale=Stale.REUSE_MODELS))
+    strategy = strategy_of(own_with(stale=Stale.REUSE_MODELS))
     new = one_round(strategy, {i: reply_of([1.0, 1.0]) for i in range(3)})
     same = one_round(strategy, {1: reply_of([9.0, 9.0], store_lost=1.0)}, new, 2)
     after = one_round(strategy, {2: reply_of([4.0, 5.0])}, same, 3)
@@ -135,37 +140,37 @@ def test_a_client_that_lost_its_store_before_it_counted_voids_nothing() -> None:
 
 @pytest.mark.parametrize("stale", list(Stale))
 def test_a_round_below_the_quorum_changes_no_sum_and_makes_nobody_heard_of(stale: Stale) -> None:
-    strategy, other = (strategy_of(dataclasses.replace(OWN, stale=stale), min_replies=2) for _ in range(2))
+    strategy, other = (strategy_of(own_with(stale=stale), min_replies=2) for _ in range(2))
     for s in (strategy, other):
         new = one_round(s, {i: reply_of([1.0, 2.0]) for i in (1, 2)})
     strategy.rounds.begin(2, new, [0, 1])
-    strategy.receive(0, reply_of([4.0, 4.0]))
+    strategy.receive(0, reply_of([4.0, 4.0]), new)
     assert strategy.rounds.end() is None
     replies = {0: reply_of([0.5, 0.0]), 2: reply_of([0.0, 0.5])}
     assert one_round(strategy, replies, new, 3)["w"].tobytes() == one_round(other, replies, new, 3)["w"].tobytes()
 
 
-FROM_CURVATURE = [FedClupOptions(lam=0.5), FedClupOptions(lam=0.5, stale=Stale.REPLIES)]
-"""Options whose server step follows from ``L``."""
+FROM_CURVATURE = [FedClupSettings(lambda_=0.5), FedClupSettings(lambda_=0.5, stale=Stale.REPLIES)]
+"""Settings whose server step follows from ``L``."""
 
 
 @pytest.mark.parametrize(
     ("own", "sampled", "expected"),
     [
-        (FedClupOptions(lam=0.5), [0, 1, 2], 1 / 0.5 + 1 / 4.0),
-        (FedClupOptions(lam=0.5), [1], (1 / 0.5 + 1 / 4.0) / 3),
-        (FedClupOptions(lam=0.5, stale=Stale.REPLIES), [1], 1 / 0.5 + 1 / 4.0),
-        (FedClupOptions(lam=0.5, stale=Stale.REUSE_MODELS), [1], 1 / 0.5),
-        (FedClupOptions(lam=0.5, gamma_rule="average"), [0, 1], 1 / 0.5),
-        (FedClupOptions(lam=0.5, gamma=0.7), [0, 1], 0.7),
+        (FedClupSettings(lambda_=0.5), [0, 1, 2], 1 / 0.5 + 1 / 4.0),
+        (FedClupSettings(lambda_=0.5), [1], (1 / 0.5 + 1 / 4.0) / 3),
+        (FedClupSettings(lambda_=0.5, stale=Stale.REPLIES), [1], 1 / 0.5 + 1 / 4.0),
+        (FedClupSettings(lambda_=0.5, stale=Stale.REUSE_MODELS), [1], 1 / 0.5),
+        (FedClupSettings(lambda_=0.5, gamma_rule="average"), [0, 1], 1 / 0.5),
+        (FedClupSettings(lambda_=0.5, gamma=0.7), [0, 1], 0.7),
     ],
     ids=["theory", "a third of the clients", "replies", "reuse-models", "average", "given"],
 )
 def test_gamma_follows_its_rule_with_the_greatest_curvature(
-    own: FedClupOptions, sampled: list[int], expected: float
+    own: FedClupSettings, sampled: list[int], expected: float
 ) -> None:
     """Curvatures 1 and 4 of clients 0 and 1; a client reports its own once."""
-    strategy = strategy_of(dataclasses.replace(own, patterns=("w",)))
+    strategy = strategy_of(own_with(own, personal="w"))
     asked = AskedCurvature.FOR_GAMMA if own in FROM_CURVATURE else AskedCurvature.ROUGHLY
     assert plan_of(strategy, 1).curvature is asked
     curvature = {0: 1.0, 1: 4.0, 2: 2.0}
@@ -177,7 +182,7 @@ def test_gamma_follows_its_rule_with_the_greatest_curvature(
 
 def test_a_step_of_plain_averaging_is_warned_of_too() -> None:
     """Curvature 4 and lambda 0.5: steps of 100 are far from 2/4.5, and once it is said."""
-    own = FedClupOptions(lam=0.5, gamma_rule="average", patterns=("w",), personal_lr=100.0)
+    own = FedClupSettings(lambda_=0.5, gamma_rule="average", personal="w", personal_lr=100.0)
     strategy = strategy_of(own)
     new = one_round(strategy, {i: reply_of([0.1, 0.1], largest_curvature=4.0) for i in range(3)})
     (note,) = strategy.rounds.report.notes
@@ -188,9 +193,9 @@ def test_a_step_of_plain_averaging_is_warned_of_too() -> None:
 
 def test_a_gamma_that_reuse_of_models_cannot_bear_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"gamma with stale = reuse-models: expected at most 1/lambda = 2"):
-        FedClupOptions(lam=0.5, gamma=2.1, stale=Stale.REUSE_MODELS)
-    with pytest.raises(SettingsError, match="above 0"):
-        FedClupOptions(lam=0.0)
+        FedClupSettings(lambda_=0.5, gamma=2.1, stale=Stale.REUSE_MODELS)
+    with pytest.raises(SettingsError, match=r"'lambda_': expected .*> 0, got 0\.0"):
+        FedClupSettings(lambda_=0.0)
 
 
 def fit_of(difference: Any, noise: float = 0.01) -> RecordDict:
@@ -203,7 +208,7 @@ def test_lambda_is_chosen_from_the_fits_and_the_model_moves_to_their_mean() -> N
 
     R^2 = 3/2 * 8/9 - 0.01, lambda = s2 d / (n R^2) = 0.2 * 2 / (20 R^2).
     """
-    own = dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3, upper=10.0))
+    own = own_with(adaptive=True, lambda_min=1e-3, lambda_max=10.0)
     strategy = strategy_of(own, [20, 20, 20], fraction_train=0.34)
     assert strategy.sample(1) == [0, 1, 2]
     assert plan_of(strategy, 0) == RoundPlan(1e-3, 0, fitting=True, curvature=AskedCurvature.ROUGHLY)
@@ -221,7 +226,7 @@ def test_lambda_is_chosen_from_the_fits_and_the_model_moves_to_their_mean() -> N
 
 def test_an_undecided_choice_is_repeated_and_ends_with_the_fixed_lambda() -> None:
     """All fits equally far from the model, in nearly the same place: their distances say nothing about each other."""
-    own = dataclasses.replace(OWN, lam=0.5, choice=ChoiceConfig())
+    own = own_with(adaptive=True)
     strategy = strategy_of(own, [20, 20, 20])
     model = MODEL
     for number in range(1, MOST_FIT_ROUNDS + 1):
@@ -235,7 +240,7 @@ def test_an_undecided_choice_is_repeated_and_ends_with_the_fixed_lambda() -> Non
 
 def test_one_surviving_reply_of_three_decides_no_lambda() -> None:
     """The round of fits is repeated by all; with all of them it is decided as if the first had not been."""
-    strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3, upper=10.0)), [20, 20, 20])
+    strategy = strategy_of(own_with(adaptive=True, lambda_min=1e-3, lambda_max=10.0), [20, 20, 20])
     one_round(strategy, {1: fit_of((1, 0))})
     assert strategy.choosing
     assert "not decided" in strategy.rounds.report.notes[0]
@@ -248,22 +253,22 @@ def test_one_surviving_reply_of_three_decides_no_lambda() -> None:
 
 
 def test_a_client_that_is_alone_trains_alone() -> None:
-    strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3)), [20])
+    strategy = strategy_of(own_with(adaptive=True, lambda_min=1e-3), [20])
     one_round(strategy, {0: fit_of((1, 0))})
     assert (strategy.choosing, strategy.lam) == (False, 1e-3)
     assert "a single client has nobody to share with" in strategy.rounds.report.notes[0]
 
 
 def test_a_fit_without_its_scalars_is_refused() -> None:
-    strategy = strategy_of(dataclasses.replace(OWN, choice=ChoiceConfig()), [20, 20, 20])
+    strategy = strategy_of(own_with(adaptive=True), [20, 20, 20])
     one_round(strategy, {0: fit_of((1, 0)), 1: reply_of([1.0, 0.0]), 2: fit_of((0, 1))})
     assert "expected the scalars of a local fit, got none called fit-distance2" in strategy.rounds.report.refused[1]
 
 
 @pytest.mark.parametrize(
-    "own", [OWN, dataclasses.replace(OWN, choice=ChoiceConfig(lower=1e-3))], ids=["fixed", "chosen"]
+    "own", [OWN, own_with(adaptive=True, lambda_min=1e-3)], ids=["fixed", "chosen"]
 )
-def test_a_restored_strategy_goes_on_with_the_same_bits(own: FedClupOptions) -> None:
+def test_a_restored_strategy_goes_on_with_the_same_bits(own: FedClupSettings) -> None:
     straight = strategy_of(own)
     first = {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])}
     new = one_round(straight, first)
@@ -271,7 +276,7 @@ def test_a_restored_strategy_goes_on_with_the_same_bits(own: FedClupOptions) -> 
     new = one_round(straight, {1: reply_of([0.3, 0.1], store_lost=1.0)}, new, 3)
     new = one_round(straight, {2: reply_of([0.3, 0.1])}, new, 4)
     restored = strategy_of(own)
-    restored.load_state(straight.state(), straight.last_folded)
+    restored.load_state(straight.state(), straight.rounds.last_folded)
     restored.load_state_arrays(straight.state_arrays())
     assert plan_of(restored, 0) == plan_of(straight, 0)
     more = {0: reply_of([0.1, 0.2]), 2: reply_of([0.7, 0.0])}
@@ -281,7 +286,7 @@ def test_a_restored_strategy_goes_on_with_the_same_bits(own: FedClupOptions) -> 
 
 
 def test_replies_of_other_personal_parts_are_refused() -> None:
-    strategy = strategy_of(dataclasses.replace(OWN, patterns=()))
+    strategy = strategy_of(own_with(personal=""))
     other = reply_of([1.0, 0.0])
     other["arrays"] = pack_arrays({"w": np.array([1.0, 0.0])})
     other["buffers"] = pack_arrays({"shared": np.array([0.0]), "counter": np.array(0)})

@@ -9,21 +9,21 @@ import pytest
 from flwr.app import MetricRecord, RecordDict
 
 from fedapps.messages import pack_arrays
-from fedapps.methods.first_order import FedAdagradSettings, FedOptSettings
+from fedapps.methods import resolve_settings
 from fedapps.strategies import FedAdagrad, FedAdam, FedYogi
-from fedapps.strategies.fedopt import FedOptMixin
+from fedapps.strategies.fedavg import FlowerStrategy
 
 ETA, B1, B2, TAU = 0.1, 0.9, 0.99, 0.01
 FIRST, SECOND = 1.0, 2.0
 """What the clients moved by in the two rounds."""
 
 
-def two_steps(strategy: FedOptMixin) -> list[float]:
+def two_steps(strategy: FlowerStrategy) -> list[float]:
     model, values = {"x": np.zeros(1)}, []
     for server_round, delta in enumerate((FIRST, SECOND), start=1):
         strategy.rounds.begin(server_round, model, [0])
         trained = {"x": model["x"] + delta}
-        strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}))
+        strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}), model)
         new = strategy.rounds.end()
         assert new is not None
         model = new
@@ -70,18 +70,21 @@ def test_two_steps_of_fedadagrad() -> None:
 
 def test_a_zero_difference_moves_nothing() -> None:
     for strategy in (FedAdam(), FedYogi(), FedAdagrad()):
-        strategy.rounds.begin(1, {"x": np.ones(2, np.float32)}, [0])
+        model = {"x": np.ones(2, np.float32)}
+        strategy.rounds.begin(1, model, [0])
         reply = {"arrays": pack_arrays({"x": np.ones(2, np.float32)}), "metrics": MetricRecord({"num-examples": 1})}
-        strategy.receive(0, RecordDict(reply))
+        strategy.receive(0, RecordDict(reply), model)
         new = strategy.rounds.end()
         assert new is not None
         assert new["x"].tolist() == [1, 1]
 
 
 def test_settings_have_flowers_names() -> None:
-    own = FedOptSettings(server_lr=0.3, tau=0.2, beta_1=0.7, beta_2=0.8)
-    for cls in (FedAdam, FedYogi):
-        strategy = cls(**cls.flower_arguments(own))
-        assert (strategy.eta, strategy.tau, strategy.beta_1, strategy.beta_2) == (0.3, 0.2, 0.7, 0.8)
-    adagrad = FedAdagrad(**FedAdagrad.flower_arguments(FedAdagradSettings(server_lr=0.3, tau=0.2)))
-    assert (adagrad.eta, adagrad.tau, adagrad.beta_1) == (0.3, 0.2, 0.0)
+    given = {"server-lr": 0.3, "tau": 0.2, "beta-1": 0.7, "beta-2": 0.8}
+    for cls, keys in ((FedAdam, list(given)), (FedYogi, list(given)), (FedAdagrad, ["server-lr", "tau"])):
+        method = cls.__name__.lower()
+        config = {"method": method, **{f"{method}.{key}": given[key] for key in keys}}
+        flower = cls.from_settings(resolve_settings(config, "torch"), "e").flower
+        assert type(flower) is cls.FLOWER
+        assert (flower.eta, flower.tau) == (0.3, 0.2)
+        assert (flower.beta_1, flower.beta_2) == ((0.7, 0.8) if "beta-1" in keys else (0.0, flower.beta_2))

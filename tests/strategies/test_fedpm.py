@@ -15,7 +15,9 @@ from fedapps.curvature.layout import BlockSpec, Layout, to_matrix
 from fedapps.curvature.packing import pack_upper, unpack_upper
 from fedapps.errors import RoundFailedError
 from fedapps.messages.schema import pack_arrays, payload_bytes, unpack_arrays
-from fedapps.strategies import FedAvg, FedPM, LocalNewton, RoundSettings
+from fedapps.settings import RoundSettings
+from fedapps.strategies import FedAvg, FedPM, LocalNewton
+from fedapps.strategies.base import RoundStrategy
 
 SPEC = BlockSpec("fc", ("fc.weight", "fc.bias"), 3, 5)
 LAYOUT = Layout((SPEC,), {"scale": "a free parameter"})
@@ -58,10 +60,10 @@ def reply_of(model: dict[str, np.ndarray], P: np.ndarray, num_examples: int = 1)
     )
 
 
-def mix(strategy: FedPM, replies: dict[int, RecordDict], order: list[int] | None = None) -> dict[str, np.ndarray]:
+def mix(strategy: RoundStrategy, replies: dict[int, RecordDict], order: list[int] | None = None) -> dict[str, np.ndarray]:
     strategy.rounds.begin(1, MODEL, list(replies))
     for partition in order or list(replies):
-        strategy.receive(partition, replies[partition])
+        strategy.receive(partition, replies[partition], MODEL)
     new = strategy.rounds.end()
     assert new is not None
     return new
@@ -87,9 +89,9 @@ def test_the_result_is_the_papers_preconditioned_mixing() -> None:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_equal_curvature_gives_the_mean_of_fedavg_and_localnewton(weighting: str) -> None:
-    options = RoundSettings(weighting=weighting)  # type: ignore[arg-type]
+    settings = RoundSettings(weighting=weighting)
     models, P = [trained(i) for i in range(3)], curvature(7)
-    new = mix(FedPM(options=options), {i: reply_of(models[i], P, SIZES[i]) for i in range(3)})
+    new = mix(FedPM(settings), {i: reply_of(models[i], P, SIZES[i]) for i in range(3)})
     plain = {
         i: RecordDict(
             {
@@ -100,8 +102,8 @@ def test_equal_curvature_gives_the_mean_of_fedavg_and_localnewton(weighting: str
         )
         for i in range(3)
     }
-    for strategy in (FedAvg(options=options), LocalNewton(options=options)):
-        mean = mix(strategy, plain)  # type: ignore[arg-type]
+    for strategy in (FedAvg(settings), LocalNewton(settings)):
+        mean = mix(strategy, plain)
         assert list(mean) == list(MODEL)
         for name, value in mean.items():
             assert value.dtype == MODEL[name].dtype
@@ -261,7 +263,7 @@ def test_each_group_and_each_piece_of_a_cut_layer_is_mixed_by_itself() -> None:
     strategy = FedPM()
     strategy.rounds.begin(1, model, [0, 1])
     for i, content in replies.items():
-        strategy.receive(i, content)
+        strategy.receive(i, content, model)
     new = strategy.rounds.end()
     assert new is not None
     for number, (rows, columns) in enumerate(spec.tiles):
@@ -383,7 +385,7 @@ def test_a_block_that_is_zero_on_every_client_is_an_error_that_names_it() -> Non
     """
     strategy = FedPM()
     strategy.rounds.begin(1, MODEL, [0])
-    strategy.receive(0, reply_of(MODEL, np.zeros((5, 5))))
+    strategy.receive(0, reply_of(MODEL, np.zeros((5, 5))), MODEL)
     with pytest.raises(ArithmeticError, match=r"layer 'fc', server: .*set a damping > 0"):
         strategy.rounds.end()
 

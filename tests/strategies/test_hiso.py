@@ -1,20 +1,19 @@
-"""Tests of ``fedapps/strategies/hiso.py`` and ``scalar_options.py``: the journal's keeper without any client."""
+"""The journal's keeper without any client."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-from fedapps.strategies.scalar_options import ScalarOptions
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from fedapps.errors import CheckpointError, MessageError, RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
+from fedapps.methods.zeroth_order import DeComFLSettings, HiSoMomentumSettings, HiSoSettings
 from fedapps.settings import RoundSettings
 from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.kept_journal import KeptJournal
@@ -22,8 +21,10 @@ from fedapps.zeroth_order.aggregate import Aggregation
 from fedapps.zeroth_order.errors import JournalError
 from fedapps.zeroth_order.journal import Journal
 from fedapps.zeroth_order.rules import apply_round, rule_of
-from fedapps.zeroth_order.scheme import HessianUpdate, Scheme
+from fedapps.zeroth_order.scheme import HessianUpdate
 from fedapps.zeroth_order.wire import pack_scalars, unpack_slice
+
+from .scripted_grid import FIRST_NODE, ScriptedGrid, evaluate, seat, train
 
 MODEL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32), "count": np.array(3)}
 TAU, P = 2, 3
@@ -40,12 +41,18 @@ def reply(server_round: int, values: Any, *, examples: int = 5, **other: Any) ->
     return RecordDict({"arrays": ArrayRecord({}), "scalars": record, "metrics": metrics})
 
 
-def strategy(method: str = "hiso", path: Path | None = None, **other: Any) -> HiSo:
-    options = ScalarOptions(
-        scheme=Scheme(11, method), tau=TAU, num_probes=P, nu=0.0 if method == "decomfl" else 0.1,
-        momentum=0.5 if method == "hiso-momentum" else None, fingerprint_every=2,
-    )  # fmt: skip
-    made = HiSo(RoundSettings(weighting="uniform", max_consecutive_failed_rounds=9), scalars=replace(options, **other))
+OWN = {
+    "hiso": HiSoSettings(num_probes=P, fingerprint_every=2, nu=0.1),
+    "decomfl": DeComFLSettings(num_probes=P, fingerprint_every=2),
+    "hiso-momentum": HiSoMomentumSettings(num_probes=P, fingerprint_every=2, nu=0.1, momentum=0.5),
+}
+
+
+def strategy(
+    method: str = "hiso", path: Path | None = None, weighting: Literal["uniform", "examples"] = "uniform", **other: Any
+) -> HiSo:
+    settings = RoundSettings(seed=11, weighting=weighting, max_consecutive_failed_rounds=9)
+    made = HiSo(settings, own=OWN[method].model_copy(update=other), rule=method, tau=TAU)
     made.open_journal(MODEL, ["w", "b"], base="test", path=path)
     made._lr = 0.1
     return made
@@ -59,10 +66,8 @@ def kept(made: HiSo) -> KeptJournal:
 def play(made: HiSo, server_round: int, values: dict[int, Any]) -> Any:
     made.rounds.begin(server_round, {}, range(3))
     for partition, content in values.items():
-        made.receive(partition, content if isinstance(content, RecordDict) else reply(server_round, content))
-    new = made.rounds.end()
-    made.settle()
-    return new
+        made.receive(partition, content if isinstance(content, RecordDict) else reply(server_round, content), {})
+    return made.rounds.end()
 
 
 GOOD = scalars(1, -2, 3, 0.5, 0.25, -1)
@@ -80,18 +85,17 @@ def test_a_round_is_the_reference_of_the_mean(method: str) -> None:
     assert record.scalars == (tuple(mean[:3]), tuple(mean[3:]))
     assert (record.round, record.first_step, record.participants, record.fingerprint) == (1, 0, 3, None)
     flat = np.concatenate([MODEL["w"].ravel(), MODEL["b"]])
-    expected, _ = apply_round(flat, rule_of(made.scalars.scheme).init(8), record, made.scalars.scheme, offset=0)
+    expected, _ = apply_round(flat, rule_of(made.scheme).init(8), record, made.scheme, offset=0)
     assert np.concatenate([new["w"].ravel(), new["b"]]).tobytes() == expected.tobytes()
     assert list(new) == list(MODEL)
     assert new["count"] == 3
     assert not new["w"].flags.writeable
 
 
-def test_weights_follow_the_options_and_the_order_of_arrival_changes_nothing() -> None:
+def test_weights_follow_the_settings_and_the_order_of_arrival_changes_nothing() -> None:
     journals = []
     for order in ((0, 1, 2), (2, 0, 1)):
-        made = strategy()
-        made.options = replace(made.options, weighting="examples")
+        made = strategy(weighting="examples")
         values = {0: (GOOD, 1), 1: ([0.1] * 6, 2), 2: ([v / 3 for v in GOOD], 7)}
         play(made, 1, {p: reply(1, values[p][0], examples=values[p][1]) for p in order})
         journals.append(kept(made).journal.to_text())
@@ -99,7 +103,7 @@ def test_weights_follow_the_options_and_the_order_of_arrival_changes_nothing() -
     assert kept(made).journal.records[0].scalars[0][0] == pytest.approx((1 + 0.2 + 7 / 3) / 10)
 
 
-def test_aggregation_and_clip_are_those_of_the_options() -> None:
+def test_aggregation_and_clip_are_those_of_the_settings() -> None:
     made = strategy(aggregation=Aggregation.MEDIAN)
     play(made, 1, {0: GOOD, 1: [1e6] * 6, 2: [-1e6] * 6})
     assert kept(made).journal.records[0].scalars == (tuple(GOOD[:3]), tuple(GOOD[3:]))
@@ -141,9 +145,8 @@ def test_scalars_of_a_client_that_was_not_asked_or_answers_twice_are_ignored() -
     made = strategy()
     made.rounds.begin(1, {}, [0])
     for partition, values in [(2, [9.0] * 6), (0, GOOD), (0, [9.0] * 6)]:
-        made.receive(partition, reply(1, values))
+        made.receive(partition, reply(1, values), {})
     made.rounds.end()
-    made.settle()
     assert kept(made).journal.records[0].scalars == (tuple(GOOD[:3]), tuple(GOOD[3:]))
 
 
@@ -162,7 +165,7 @@ def test_a_refused_round_has_no_record_but_its_steps_are_used_up() -> None:
 
 
 def slice_for(made: HiSo, partition: int, through: int) -> Any:
-    return unpack_slice(made.records_for(partition, through)["journal"], "server")
+    return unpack_slice(made.records_for(partition, through, MODEL)["journal"], "server")
 
 
 def test_a_client_gets_what_it_has_not_acknowledged() -> None:
@@ -174,9 +177,9 @@ def test_a_client_gets_what_it_has_not_acknowledged() -> None:
         part = slice_for(made, partition, 3)
         assert (part.after, part.through) == (after, 3)
         assert part.records == tuple(kept(made).journal.records[after:])
-    record = made.records_for(2, 3)["journal"]
+    record = made.records_for(2, 3, MODEL)["journal"]
     assert (record["next-first-step"], record["next-mu"]) == (6, 1e-3 / 8)
-    assert bytes(record["base"]).hex() == kept(made).journal.header.base.fingerprint  # type: ignore[arg-type]
+    assert record["base"].hex() == kept(made).journal.header.base.fingerprint
 
 
 def test_a_replica_of_another_state_is_refused_where_the_journal_has_a_fingerprint() -> None:
@@ -197,25 +200,20 @@ def test_a_replica_of_another_state_is_refused_where_the_journal_has_a_fingerpri
 def ended(votes: dict[int, bytes], *, holds_model: bool, spoil: bool = False) -> HiSo:
     """Play two rounds of four clients; in the second, where a fingerprint is due, some of them name its state."""
     made = strategy()
-    made.roster.node_of = {p: 70 + p for p in range(4)}
     if holds_model:
         made.model()
     play(made, 1, {0: GOOD})
     made.rounds.begin(2, {}, range(4))
     for partition in range(4):
-        made.receive(partition, reply(2, GOOD))
-    made.rounds.end()
-    messages = made.confirmations()
-    assert [message.metadata.dst_node_id for message in messages] == [70, 71, 72, 73]
-    for partition, message in enumerate(messages):
-        message.metadata.__dict__["_message_id"] = str(partition)
-        if partition in votes:
-            made.receive_confirmation(Message(reply(2, b"", fingerprint=votes[partition]), reply_to=message))
-        elif partition == 3:
-            made.receive_confirmation(Message(Error(2, "out of memory"), reply_to=message))
+        made.receive(partition, reply(2, GOOD), {})
+    assert list(made.rounds.follow_up()) == [0, 1, 2, 3]
+    for partition, vote in votes.items():
+        made.receive(partition, reply(2, b"", fingerprint=vote), {})
+    made.rounds.receive(3, None, "out of memory")
+    assert made.rounds.follow_up() == {}
     if spoil:
         np.asarray(kept(made).replica.theta["w"])[...] += 1  # type: ignore[union-attr]  # the server holds a model
-    made.settle()
+    made.rounds.end()
     return made
 
 
@@ -264,10 +262,11 @@ def test_the_journal_holds_the_fingerprint_of_the_majority(
     record = kept(made).journal.records[-1]
     assert (record.round, record.fingerprint) == (2, recorded.hex() if recorded else None)
     assert [note.partition(":")[0] for note in made.rounds.report.notes if "went astray" in note] == astray
-    silent = {p for p in range(4) if len(votes.get(p, b"")) != 32} - ({0, 1, 2} - set(votes))
-    assert [note.partition(" did")[0] for note in made.rounds.report.notes if "not confirm" in note] == [
-        f"client {p}" for p in sorted(silent)
-    ]
+    silent = [p for p in range(4) if len(votes.get(p, b"")) != 32]
+    noted = [note.partition(",")[0] for note in made.rounds.report.notes if "confirmation: " in note]
+    assert sorted(noted) == [f"client {p}" for p in silent]
+    assert made.rounds.report.refused == {}
+    assert made.rounds.report.accepted
     assert made.rounds.report.values["rebuilt"] == 0
     assert (kept(made).replica is None) == (not holds_model)
 
@@ -281,31 +280,31 @@ def test_a_server_that_went_astray_builds_its_replica_again_and_votes_anew() -> 
 
 def test_a_dead_worker_ends_the_run_also_while_it_confirms() -> None:
     made = strategy()
-    made.roster.node_of = {0: 70, 1: 71}
-    for r in (1, 2):
-        made.rounds.begin(r, {}, [0, 1])
-        for partition in (0, 1):
-            made.receive(partition, reply(r, GOOD))
-        made.rounds.end()
-        messages = made.confirmations()
-        if r == 1:
-            made.settle()
-    messages[0].metadata.__dict__["_message_id"] = "asked"
+    seat(made, 2)
+
+    def answer(partition: int, message: Message) -> RecordDict | Error:
+        if message.content.config_records["journal"].get("confirm"):
+            return Error(0, "actor died")
+        return reply(int(message.content["config"]["server-round"]), GOOD)  # type: ignore[index, call-overload]
+
+    grid = ScriptedGrid(answer)
+    train(made, grid, 1, {}, lr=0.1)
+    assert len(grid.sent) == 2
     with pytest.raises(RoundFailedError, match="round 2, client 0: its worker process died"):
-        made.receive_confirmation(Message(Error(0, "actor died"), reply_to=messages[0]))
+        train(made, grid, 2, {}, lr=0.1)
 
 
 @pytest.mark.parametrize("count", [float("nan"), float("inf"), [3], 0, -1, 2.5], ids=str)
 def test_an_evaluation_without_a_count_of_examples_is_left_out(count: Any) -> None:
     made = strategy()
-    made.roster.node_of = {0: 70, 1: 71}
-    replies = []
-    for node, examples in ((70, count), (71, 4)):
-        asked = Message(RecordDict({}), dst_node_id=node, message_type="evaluate")
-        asked.metadata.__dict__["_message_id"] = str(node)
-        metrics = MetricRecord({"num-examples": examples, "loss": 0.5})
-        replies.append(Message(RecordDict({"metrics": metrics}), reply_to=asked))
-    assert made.evaluation_results(replies) == ({1: {"loss": 0.5}}, {1: 4})
+    seat(made, 2)
+    counts = {0: count, 1: 4}
+    grid = ScriptedGrid(
+        lambda partition, message: RecordDict(
+            {"metrics": MetricRecord({"num-examples": counts[partition], "loss": 0.5})}
+        )
+    )
+    assert evaluate(made, grid, 1, {}) == ({1: {"loss": 0.5}}, {1: 4})
 
 
 def test_a_metric_that_is_no_count_ends_no_run() -> None:
@@ -313,52 +312,51 @@ def test_a_metric_that_is_no_count_ends_no_run() -> None:
     made.rounds.begin(1, {}, [0])
     content = reply(1, GOOD)
     content["metrics"]["rebuilt"] = float("nan")  # type: ignore[index]  # a metric record
-    made.receive(0, content)
+    made.receive(0, content, {})
     made.rounds.end()
+    assert made.rounds.report.folded == [0]
     assert made.rounds.report.values["rebuilt"] == 0
 
 
-def test_a_client_that_lacks_the_journal_twice_is_not_measured_and_spoils_no_mean(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_that_lacks_the_journal_twice_is_not_measured_and_spoils_no_mean() -> None:
     made = strategy()
     play(made, 1, {0: GOOD, 1: GOOD})
-    made.roster.node_of, made.roster.num_partitions = {0: 70, 1: 71}, 2
-    made.options = replace(made.options, evaluate_clients=True)
-    asked = made.configure_evaluate(1, ArrayRecord({}), ConfigRecord({}), None)  # type: ignore[arg-type]
-
-    def answered(message: Message, content: RecordDict, number: int) -> Message:
-        message.metadata.__dict__["_message_id"] = str(number)
-        return Message(content, reply_to=message)
-
+    seat(made, 2)
     lacks = {"scalars": ConfigRecord({"need-from": 0}), "metrics": MetricRecord({"num-examples": 9})}
-    good = RecordDict({"metrics": MetricRecord({"num-examples": 4, "test-loss": 0.5})})
-    first = [answered(asked[0], RecordDict(lacks), 0), answered(asked[1], good, 1)]
-    assert made.evaluation_results(first) == ({1: {"test-loss": 0.5}}, {1: 4})
-    [again] = made.take_resends()
-    assert (again.metadata.message_type, again.metadata.dst_node_id) == ("evaluate", 70)
-    assert unpack_slice(again.content["journal"], "server").after == 0  # type: ignore[arg-type]
-    assert made.evaluation_results([answered(again, RecordDict(lacks), 2)]) == ({}, {})
-    assert made.take_resends() == []
-    assert "client 0 was not measured: it lacks the journal from round 0" in made.rounds.report.notes
+    good = {"metrics": MetricRecord({"num-examples": 4, "test-loss": 0.5})}
+    grid = ScriptedGrid(lambda partition, message: RecordDict(good if partition else lacks))
+    assert evaluate(made, grid, 1, {}) == ({1: {"test-loss": 0.5}}, {1: 4})
+    assert [message.metadata.dst_node_id for message in grid.sent] == [FIRST_NODE, FIRST_NODE + 1, FIRST_NODE]
+    again = grid.sent[-1]
+    assert again.metadata.message_type == "evaluate"
+    assert unpack_slice(again.content.config_records["journal"], "server").after == 0
+    assert made.rounds.report.notes == [
+        "client 0 lacks the journal from round 0: it is sent again",
+        "client 0 was not measured: it lacks the journal from round 0",
+    ]
 
 
 def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_only() -> None:
     made = strategy()
-    made.roster.node_of = {0: 70, 1: 71}
-    for r in (1, 2):
-        made.rounds.begin(r, {}, [0, 1])
-        for partition in (0, 1):
-            made.receive(partition, reply(r, GOOD))
-        made.rounds.end()
-        messages = made.confirmations()
-        assert len(messages) == 2 * (r == 2)
-        made.settle()
-    record = messages[0].content["journal"]
-    part = unpack_slice(record, "server")  # type: ignore[arg-type]
-    assert (part.after, part.through, part.records) == (1, 2, tuple(kept(made).journal.records[1:]))
-    assert record["confirm"] is True
-    assert messages[0].content["config"]["last-folded"] == 2  # type: ignore[index, call-overload]
+    seat(made, 2)
+
+    def answer(partition: int, message: Message) -> RecordDict:
+        if message.content.config_records["journal"].get("confirm"):
+            return reply(2, b"", fingerprint=R)
+        return reply(int(message.content["config"]["server-round"]), GOOD)  # type: ignore[index, call-overload]
+
+    grid = ScriptedGrid(answer)
+    train(made, grid, 1, {}, lr=0.1)
+    assert len(grid.sent) == 2
+    train(made, grid, 2, {}, lr=0.1)
+    assert [message.metadata.dst_node_id - FIRST_NODE for message in grid.sent[4:]] == [0, 1]
+    content = grid.sent[4].content
+    part = unpack_slice(content.config_records["journal"], "server")
+    (record,) = part.records
+    assert (part.after, part.through, record.round, record.fingerprint) == (1, 2, 2, None)
+    assert content.config_records["journal"]["confirm"] is True
+    assert content.config_records["config"]["last-folded"] == 2
+    assert kept(made).journal.records[-1].fingerprint == R.hex()
 
 
 # The file, and resume -------------------------------------------------------------------------------------
@@ -373,8 +371,8 @@ def test_a_resumed_strategy_goes_on_to_the_bit(tmp_path: Path, method: str) -> N
         play(made, 1, {0: GOOD, 1: [2.0] * 6})
         play(made, 2, {1: GOOD})
     assert first.state_arrays() == {}
-    second = HiSo(options=first.options, scalars=first.scalars)
-    second.load_state(first.state(), first.last_folded)
+    second = HiSo(first.settings, own=first.own, rule=first.scheme.method, tau=TAU)
+    second.load_state(first.state(), first.rounds.last_folded)
     second.open_journal(MODEL, ["w", "b"], path=tmp_path / "halves.jsonl")
     second._lr = 0.1
     for made in (straight, second):
@@ -387,7 +385,7 @@ def test_a_resumed_strategy_goes_on_to_the_bit(tmp_path: Path, method: str) -> N
 def test_a_journal_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
     first = strategy(path=tmp_path / "journal.jsonl")
     play(first, 1, {0: GOOD})
-    second = HiSo(options=first.options, scalars=first.scalars)
+    second = HiSo(first.settings, own=first.own, rule=first.scheme.method, tau=TAU)
     second.load_state({**first.state(), "records": 2}, {})
     other = {**MODEL, "b": np.zeros(2, np.float32)}
     for arrays, names, error, match in [
@@ -411,21 +409,25 @@ def test_the_file_is_the_journal(tmp_path: Path) -> None:
 # Settings and Flower's own loop ---------------------------------------------------------------------------
 
 
-def test_options_come_from_the_settings() -> None:
+def test_numbers_come_from_the_settings() -> None:
     config = {
         "method": "hiso-momentum", "local-steps": 3, "seed": 2**63 - 1, "hiso-momentum.num-probes": 4,
         "hiso-momentum.clip": 2.0, "hiso-momentum.hessian-update": "round-mean", "hiso-momentum.momentum": 0.25,
         "hiso-momentum.distribution": "rademacher", "hiso-momentum.aggregation": "trimmed-mean",
     }  # fmt: skip
     made = HiSo.from_settings(resolve_settings(config, "torch"), "e")
-    options = made.scalars
-    assert (options.tau, options.num_probes, options.clip, options.momentum) == (3, 4, 2.0, 0.25)
-    assert options.scheme.seed == 2**63 - 1
-    assert options.scheme.hessian_update is HessianUpdate.ROUND_MEAN
-    assert (options.scheme.distribution, options.aggregation) == ("rademacher", Aggregation.TRIMMED_MEAN)
-    assert made.options.weighting == "uniform"
-    plain = HiSo.from_settings(resolve_settings({"method": "decomfl"}, "torch"), "e").scalars
-    assert (plain.nu, plain.momentum, plain.clip) == (0.0, None, None)
+    own: Any = made.own
+    assert (made.tau, own.num_probes, own.clip, own.momentum) == (3, 4, 2.0, 0.25)
+    assert (made.scheme.method, made.scheme.seed) == ("hiso-momentum", 2**63 - 1)
+    assert made.scheme.hessian_update is HessianUpdate.ROUND_MEAN
+    assert (made.scheme.distribution, own.aggregation) == ("rademacher", Aggregation.TRIMMED_MEAN)
+    assert made.settings.weighting == "uniform"
+    plain = HiSo.from_settings(resolve_settings({"method": "decomfl"}, "torch"), "e")
+    plain.open_journal(MODEL, ["w", "b"])
+    plain._lr = 0.1
+    play(plain, 1, {0: [3e3] * 5})  # one step of five probes, and no bound on them
+    (record,) = kept(plain).journal.records
+    assert (record.nu, record.eps, record.momentum, record.scalars) == (0.0, 0.0, None, ((3e3,) * 5,))
 
 
 @pytest.mark.parametrize("method", ["hiso", "decomfl", "hiso-momentum"])
@@ -434,37 +436,31 @@ def test_steps_must_be_counted_and_the_task_be_torch(method: str) -> None:
         HiSo.from_settings(resolve_settings({"method": method, "local-steps": 0}, "torch"), "e")
     with pytest.raises(SettingsError, match=f"method '{method}': expected a torch task, got 'a9a', a convex task"):
         resolve_settings({"method": method, "task": "a9a"})
-    with pytest.raises(ValueError, match="expected at least 1, got 0 and 1"):
-        ScalarOptions(tau=0)
+    with pytest.raises(SettingsError, match="expected at least 1: .* got 0"):
+        HiSo(rule=method, tau=0)
 
 
-def test_flowers_own_calls_work_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = HiSo(scalars=ScalarOptions(scheme=Scheme(3), tau=TAU, num_probes=P))
+def test_flowers_own_calls_work_without_a_file() -> None:
+    """A client that lacks the journal is sent it again within the round; one that still lacks it then is refused."""
+    made = HiSo(RoundSettings(seed=3, weighting="uniform"), own=OWN["hiso"], tau=TAU)
     assert isinstance(made, Strategy)
-    monkeypatch.setattr(made.roster, "refresh", lambda grid: None)
-    made.roster.node_of, made.roster.num_partitions = {0: 70, 1: 71}, 2
-    arrays = pack_arrays({name: MODEL[name] for name in ("w", "b")})
-    with pytest.raises(MessageError, match="train config, entry 'lr': expected a number, got None"):
-        made.configure_train(1, arrays, ConfigRecord({}), None)  # type: ignore[arg-type]
-    messages = made.configure_train(1, arrays, ConfigRecord({"lr": 0.1}), None)  # type: ignore[arg-type]
-    for number, message in enumerate(messages):
-        message.metadata.__dict__["_message_id"] = str(number)
-    assert [len(message.content.array_records["arrays"]) for message in messages] == [0, 0]
-    need = RecordDict(
-        {
-            "arrays": ArrayRecord({}),
-            "scalars": ConfigRecord({"need-from": 0}),
-            "metrics": MetricRecord({"num-examples": 1}),
-        }
-    )
-    replies = [Message(reply(1, GOOD), reply_to=messages[0]), Message(need, reply_to=messages[1])]
-    new, metrics = made.aggregate_train(1, replies)
-    assert new is not None
-    assert {name: array.numpy().tobytes() for name, array in new.items()} == {
-        name: value.tobytes() for name, value in made.model().items()
+    seat(made, 2)
+    lacks = {
+        "arrays": ArrayRecord({}),
+        "scalars": ConfigRecord({"need-from": 0}),
+        "metrics": MetricRecord({"num-examples": 1}),
     }
-    assert new["w"].numpy().tobytes() != MODEL["w"].tobytes()
+    grid = ScriptedGrid(lambda partition, message: RecordDict(lacks) if partition else reply(1, GOOD))
+    arrays = {name: MODEL[name] for name in ("w", "b")}
+    with pytest.raises(MessageError, match="train config, entry 'lr': expected a number, got None"):
+        train(made, grid, 1, arrays)
+    new, metrics = train(made, grid, 1, arrays, lr=0.1)
+    assert [message.metadata.dst_node_id - FIRST_NODE for message in grid.sent] == [0, 1, 1]
+    assert [len(message.content.array_records["arrays"]) for message in grid.sent] == [0, 0, 0]
+    assert new is not None
+    assert {n: v.tobytes() for n, v in new.items()} == {n: v.tobytes() for n, v in made.model().items()}
+    assert new["w"].tobytes() != MODEL["w"].tobytes()
     assert metrics is not None
-    assert "its journal was lost; it is sent again with the next round" in made.rounds.report.refused[1]
+    assert "got that it lacks the journal from round 0" in made.rounds.report.refused[1]
     assert made.rounds.report.values == {"rebuilt": 0, "resent": 1}
     assert [record.participants for record in kept(made).journal.records] == [1]

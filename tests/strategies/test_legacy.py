@@ -9,7 +9,8 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedapps.errors import MessageError, RosterError, RoundFailedError
-from fedapps.strategies import FedPM, RoundSettings
+from fedapps.settings import RoundSettings
+from fedapps.strategies import FedPM
 from fedapps.strategies.legacy import LegacyStrategy, from_fit_result, to_fit_result
 
 from .test_fedpm import MODEL, SIZES, curvature, mix, reply_of, trained
@@ -38,8 +39,8 @@ def fit_res(partition: int) -> FitRes:
     return FitRes(OK, ndarrays_to_parameters(arrays), count, metrics)
 
 
-def begin(options: RoundSettings | None = None, *cids: str) -> tuple[LegacyStrategy, list[ClientProxy]]:
-    strategy = LegacyStrategy(FedPM(options=options), MODEL, fit_config=lambda server_round: {"lr": 0.5 / server_round})
+def begin(settings: RoundSettings | None = None, *cids: str) -> tuple[LegacyStrategy, list[ClientProxy]]:
+    strategy = LegacyStrategy(FedPM(settings), MODEL, fit_config=lambda server_round: {"lr": 0.5 / server_round})
     clients = manager(*(cids or ("b", "a", "c")))
     parameters = strategy.initialize_parameters(clients)
     instructions = strategy.configure_fit(1, parameters, clients)
@@ -98,7 +99,7 @@ def test_arrays_without_names_are_refused() -> None:
 
 
 def test_too_few_clients_end_the_wait() -> None:
-    strategy = LegacyStrategy(FedPM(RoundSettings(node_wait=0.0, num_clients=3)), MODEL)
+    strategy = LegacyStrategy(FedPM(RoundSettings(node_wait=0.0), num_clients=3), MODEL)
     with pytest.raises(RosterError, match="expected at least 3, got 2"):
         strategy.configure_fit(1, strategy.initialize_parameters(manager()), manager("a", "b"))
 

@@ -14,7 +14,7 @@ from fedapps.errors import RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
 from fedapps.simulation.inprocess import InProcessGrid
-from fedapps.strategies import LocalNewton, RoundSettings
+from fedapps.strategies import LocalNewton
 
 from ..simulation import runs
 
@@ -30,8 +30,9 @@ CONVEX = {**TORCH, "task": "fedapps_testing:Lines", "task-options": 'sizes = "6,
 def play(a: str, c: str, start: float, rounds: int, steps: str = STEPS) -> tuple[LocalNewton, list[float]]:
     """Rounds on `fedapps_quadratics` under Flower's own ``start``, and the model after each."""
     grid = InProcessGrid(len(a.split(",")), {"a": a, "c": c}, client_app="fedapps_quadratics:app")
-    options = RoundSettings(evaluate_clients=False, num_clients=len(a.split(",")))
-    strategy = LocalNewton(options=options, steps=tuple(float(s) for s in steps.split(",")))
+    strategy = LocalNewton(
+        steps=tuple(float(s) for s in steps.split(",")), num_clients=len(a.split(",")), evaluate_clients=False
+    )
     models = []
     strategy.start(
         grid=grid,
@@ -68,7 +69,7 @@ def test_the_step_of_quadratics_is_that_of_the_closed_form(a: str, c: str, start
 def test_without_candidates_the_full_step_is_taken() -> None:
     """From 0 to the mean 5, which has 16 times the excess loss (see above), and back to it in every round."""
     grid = InProcessGrid(2, {"a": "1,9", "c": "10,0"}, client_app="fedapps_quadratics:app")
-    strategy = LocalNewton(RoundSettings(evaluate_clients=False, num_clients=2))
+    strategy = LocalNewton(num_clients=2, evaluate_clients=False)
     result = strategy.start(grid=grid, initial_arrays=pack_arrays({"x": np.zeros(1)}), num_rounds=2)
     assert result.arrays["x"].numpy() == 5.0
     assert strategy.rounds.report.values == {}
@@ -248,9 +249,10 @@ def test_fail_fast_holds_in_the_line_search(tmp_path: Path) -> None:
 def test_a_loop_with_one_exchange_takes_the_full_step_and_says_so() -> None:
     """As the adapter for Flower's legacy server does."""
     strategy = LocalNewton(steps=(0.5,))
-    strategy.rounds.begin(1, {"x": np.zeros(1)}, [0])
+    model = {"x": np.zeros(1)}
+    strategy.rounds.begin(1, model, [0])
     content = RecordDict({"arrays": pack_arrays({"x": np.ones(1)}), "metrics": MetricRecord({"num-examples": 1})})
-    strategy.receive(0, content)
+    strategy.receive(0, content, model)
     new = strategy.rounds.end()
     assert new is not None
     assert new["x"] == 1.0

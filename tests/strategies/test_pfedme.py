@@ -9,7 +9,8 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from fedapps.errors import MessageError, RoundFailedError
 from fedapps.messages import pack_arrays
 from fedapps.messages.plans import AskedCurvature, RoundPlan
-from fedapps.strategies import LocalNewton, LocalTrain, PFedMe, RoundSettings
+from fedapps.settings import RoundSettings
+from fedapps.strategies import LocalNewton, LocalTrain, PFedMe
 
 MODEL = {"w": np.array([1.0, -2.0], np.float32), "mean": np.array([5.0]), "counter": np.array(3)}
 
@@ -26,8 +27,8 @@ def reply_of(w: float, mean: float, counter: int, num_examples: int) -> RecordDi
 
 def one_round(strategy: PFedMe | LocalNewton) -> dict[str, np.ndarray]:
     strategy.rounds.begin(1, MODEL, [0, 1])
-    strategy.receive(0, reply_of(4.0, 1.0, 7, 10))
-    strategy.receive(1, reply_of(8.0, 3.0, 2, 30))
+    strategy.receive(0, reply_of(4.0, 1.0, 7, 10), MODEL)
+    strategy.receive(1, reply_of(8.0, 3.0, 2, 30), MODEL)
     new = strategy.rounds.end()
     assert new is not None
     return new
@@ -51,10 +52,10 @@ def test_beta_one_is_one_plain_average() -> None:
 
 def test_localtrain_sends_nothing_and_refuses_models() -> None:
     strategy = LocalTrain(RoundSettings(max_consecutive_failed_rounds=2))
-    assert len(strategy.arrays_to_send(pack_arrays(MODEL))) == 0
+    assert strategy.records_for(0, 0, MODEL) == {"arrays": {}}
     strategy.rounds.begin(1, MODEL, [0, 1])
-    strategy.receive(0, RecordDict({"arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 3})}))
-    strategy.receive(1, reply_of(4.0, 1.0, 7, 10))
+    strategy.receive(0, RecordDict({"arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 3})}), MODEL)
+    strategy.receive(1, reply_of(4.0, 1.0, 7, 10), MODEL)
     new = strategy.rounds.end()
     assert strategy.rounds.report.folded == [0]
     assert "expected metrics only, got 3 tensors" in strategy.rounds.report.refused[1]
@@ -72,5 +73,5 @@ def test_localtrain_sends_nothing_and_refuses_models() -> None:
 def test_the_plan_of_a_round_survives_the_message() -> None:
     plan = RoundPlan(0.25, 3, fitting=True, curvature=AskedCurvature.FOR_GAMMA)
     assert RoundPlan.from_entries({**plan.to_entries(), "lr": 0.1}) == plan
-    with pytest.raises(MessageError, match=r"entry 'lambda': expected what FedCLUP's strategy sends"):
+    with pytest.raises(MessageError, match=r"record 'config': expected .*FedCLUP's strategy sends it, got .*'lambda'"):
         RoundPlan.from_entries({"lr": 0.1})

@@ -65,7 +65,9 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_roster(num_clients: int = 0, node_wait: float = 0.05) -> Roster:
-    return Roster(method="fedpm", experiment="e", node_wait=node_wait, num_clients=num_clients, timeout=0.05)
+    roster = Roster(node_wait=node_wait, num_clients=num_clients, timeout=0.05)
+    roster.method, roster.experiment = "fedpm", "e"
+    return roster
 
 
 def refresh(grid: Grid, roster: Roster | None = None) -> Roster:

@@ -1,10 +1,10 @@
-"""Tests of ``fedapps/strategies/scalar_replies.py``; what a malformed reply leads to is tested in ``test_hiso.py``."""
+"""Votes on a state; what comes of them in a round is tested in ``test_hiso.py``."""
 
 from __future__ import annotations
 
 import pytest
-from fedapps.strategies.scalar_replies import fingerprint_of, majority, need_of
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+from fedapps.strategies.votes import judge, majority
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 
@@ -36,19 +36,40 @@ def test_a_majority_is_more_than_half_of_the_votes(votes: list[str], expected: s
     assert majority(votes) == expected
 
 
-def test_a_reply_names_a_state_or_a_round_only_in_the_right_form() -> None:
-    def content(**values: bytes | int | str) -> RecordDict:
-        return RecordDict({"scalars": ConfigRecord(values)})  # type: ignore[arg-type]  # a mapping of scalars
-
-    assert fingerprint_of(content(fingerprint=bytes.fromhex(A))) == A
-    assert need_of(content(**{"need-from": 3})) == 3
-    for other in (
-        RecordDict({}),
-        RecordDict({"scalars": MetricRecord({"need-from": 3})}),
-        content(fingerprint=A),
-        content(fingerprint=b""),
-        content(fingerprint=b"\1" * 33),
-    ):
-        assert fingerprint_of(other) is None
-    for other in (RecordDict({}), content(**{"need-from": -1}), content(**{"need-from": "3"})):
-        assert need_of(other) is None
+@pytest.mark.parametrize(
+    ("votes", "own", "built", "agreed", "astray"),
+    [
+        ({}, None, None, None, []),
+        ({}, A, None, A, []),
+        ({0: A}, None, None, None, []),
+        ({0: A}, A, None, A, []),
+        ({0: A, 1: B, 2: A}, None, None, A, [1]),
+        ({0: A, 1: B}, A, None, A, [1]),
+        ({0: A, 1: B}, None, None, None, [0, 1]),
+        ({0: B, 1: B, 2: B}, A, A, A, [0, 1, 2]),
+        ({0: B, 1: B}, A, B, B, []),
+        ({0: B}, A, A, A, [0]),
+        ({0: B, 1: C}, A, A, A, [0, 1]),
+    ],
+    ids=[
+        "nobody",
+        "the server alone",
+        "one client alone confirms nothing",
+        "one client and the server",
+        "two of three clients",
+        "the server decides",
+        "a tie leaves nothing agreed",
+        "what base and journal lead to outvotes all clients",
+        "the server was astray",
+        "one client against the server",
+        "nobody agrees with anybody",
+    ],
+)
+def test_a_verdict_weighs_clients_and_the_servers_replica(
+    votes: dict[int, str], own: str | None, built: str | None, agreed: str | None, astray: list[int]
+) -> None:
+    """The server's replica is built again only where the majority is against it."""
+    calls = []
+    verdict = judge(votes, own, lambda: (calls.append(1), built)[1])
+    assert (verdict.agreed, verdict.astray) == (agreed, astray)
+    assert len(calls) == (built is not None)
