@@ -134,17 +134,43 @@ class RoundSettings(SettingsModel):
     seed: int = setting(0, "seed of every random draw", ge=0, le=2**63 - 1)
     fraction_train: float = setting(1.0, "share of the clients sampled in a round (at least one)", gt=0, le=1)
     weighting: Literal["examples", "uniform"] = setting("examples", "weights p_i of the clients", tuned=True)
-    min_replies: int = setting(1, "replies a round needs (quorum), else it changes nothing", ge=1)
+    min_replies: float = setting(
+        0.5,
+        "replies a round needs (quorum), else it changes nothing: a number of clients, or below 1 a share of those asked",
+        gt=0,
+    )
     on_failure: Literal["tolerate", "fail-fast"] = setting(
         "tolerate", "tolerate goes on with the other clients, fail-fast ends the run"
     )
     round_timeout: float = setting(3600.0, "seconds that a round waits for replies", gt=0)
     node_wait: float = setting(120.0, "seconds to wait at the start for all clients to connect", ge=0)
     max_consecutive_failed_rounds: int = setting(3, "rounds below the quorum in a row that end the run", ge=1)
+    second_node: Literal["used", "refused"] = setting(
+        "used",
+        "what becomes of a second node for a partition, where nodes have no keys: used in place of the first, or refused",
+    )
     fold_buffer_mb: float = setting(
         256.0, "MB of replies ahead of their turn kept in memory; more waits in a scratch file", ge=0
     )
     max_message_mb: float = setting(2000.0, "largest message to send, MB of payload", gt=0)
+
+    @field_validator("min_replies")
+    @classmethod
+    def _whole_from_one(cls, value: float) -> float:
+        if value > 1 and not value.is_integer():
+            raise ValueError("a share below 1, or a whole number of clients")
+        return value
+
+    def quorum(self, num_sampled: int) -> int:
+        """Give the number of replies that a round needs.
+
+        Args:
+            num_sampled: Clients that are asked.
+
+        Returns:
+            ``min-replies``, or that share of them, rounded up.
+        """
+        return math.ceil(self.min_replies * num_sampled) if self.min_replies < 1 else int(self.min_replies)
 
     def weight(self, num_examples: int) -> float:
         """Give the weight of a reply, up to the common factor that renormalisation cancels.

@@ -40,7 +40,7 @@ def query(message: Message, context: Context) -> Message:
             version=fedapps.__version__,
             method=settings.method,
             device="cpu" if task.kind == "convex" else choose_device(settings.device),
-            preconditioned=method.preconditioned(task),
+            layout=method.layout_of(task, settings),
             kernel=_kernel(settings.device) if method.replicas else "",
         )
     return Message(RecordDict({NODE: facts.to_record()}), reply_to=message)

@@ -19,6 +19,7 @@ from fedapps.personalization import pfedme
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.pfedme import PFedMeConfig
 from fedapps.personalization.proximal import Proximal, curvature_by_differences, curvature_range, descend
+from fedapps.settings import Settings
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
 
 
@@ -38,8 +39,9 @@ class ConvexProblem(LocalProblem):
 
     @staticmethod
     @override
-    def preconditioned(task: ConvexTask) -> tuple[str, ...]:
-        return (WEIGHTS,)
+    def layout(task: ConvexTask, settings: Settings) -> Layout:
+        width = len(task.initial_arrays(settings.seed)[WEIGHTS])
+        return Layout((BlockSpec(WEIGHTS, (WEIGHTS,), 1, width),))
 
     @override
     def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:

@@ -18,6 +18,7 @@ from fedapps.messages.schema import Arrays
 from fedapps.methods import load_object
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.pfedme import PFedMeConfig
+from fedapps.settings import Settings
 from fedapps.tasks.base import Task, TaskKind
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ class LocalProblem(Protocol):
     def __init__(self, work: ClientWork, task: Any) -> None: ...
 
     @staticmethod
-    def preconditioned(task: Any) -> tuple[str, ...]:
-        """Name the tensors of a task's model that have a curvature block."""
+    def layout(task: Any, settings: Settings) -> Layout:
+        """Say which tensors of a task's model have a curvature block."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,16 +194,17 @@ def local_problem(work: ClientWork) -> LocalProblem:
     return _problem_class(work.task)(work, work.task)
 
 
-def preconditioned_names(task: Task) -> tuple[str, ...]:
-    """Name the tensors of a task's model that have a curvature block.
+def layout_of(task: Task, settings: Settings) -> Layout:
+    """Say which tensors of a task's model have a curvature block, without any data of a client.
 
     Args:
         task: The task.
+        settings: The settings of the run.
 
     Returns:
-        Parameter names.
+        The layout.
     """
-    return _problem_class(task).preconditioned(task)
+    return _problem_class(task).layout(task, settings)
 
 
 def _problem_class(task: Task) -> type[LocalProblem]:

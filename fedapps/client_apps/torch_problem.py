@@ -16,12 +16,14 @@ from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
 from fedapps.curvature.foof import Estimate, FoofPreconditioner
 from fedapps.curvature.layers import model_layout
+from fedapps.curvature.layout import Layout
 from fedapps.errors import TaskError
 from fedapps.messages.schema import Arrays
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
 from fedapps.personalization.pfedme import PFedMeConfig, local_step
 from fedapps.personalization.proximal import curvature_by_differences
 from fedapps.personalization.torch_proximal import add_proximal_gradient, largest_curvature
+from fedapps.settings import Settings
 from fedapps.tasks.base import Data
 from fedapps.tasks.torch_arrays import array_tensor, module_arrays, trainable_names
 from fedapps.tasks.torch_task import EVALUATION_BATCH, TorchTask, evaluation_mode
@@ -41,8 +43,8 @@ class TorchProblem(LocalProblem):
 
     @staticmethod
     @override
-    def preconditioned(task: TorchTask) -> tuple[str, ...]:
-        return model_layout(task.build_model()).preconditioned
+    def layout(task: TorchTask, settings: Settings) -> Layout:
+        return model_layout(task.build_model(), max_width=settings.own.max_width)
 
     @cached_property
     @override

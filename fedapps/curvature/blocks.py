@@ -33,6 +33,10 @@ from fedapps.errors import CurvatureError, MessageError
 Array = NDArray[Any]
 
 
+MOST_TILES = 65_536
+"""Tiles that a layer may be cut into where fewer numbers come."""
+
+
 class WireDtype(StrEnum):
     """In which numbers ``P`` travels."""
 
@@ -147,16 +151,22 @@ def _compose(spec: BlockSpec, packed: Array, delta: Array, dtype: WireDtype, *, 
 
 
 def check_block(block: Block, who: str) -> None:
-    """Check what a client sent for a block: shapes and finite numbers.
+    r"""Check what a client sent for a block: shapes, finite numbers, and a ``P`` without negative eigenvalues.
+
+    ``P`` passes if :math:`P + \epsilon |P|_F I` has a Cholesky factor, with ``epsilon`` for the rounding of its numbers: that
+    of bfloat16 may cost a block its definiteness, which the sum over the clients makes up for.
 
     Args:
         block: The block, with the spec that the receiver expects.
         who: Whose block, for messages.
 
     Raises:
-        MessageError: ``P`` or ``M`` has another shape, or a number is not finite.
+        MessageError: ``P`` or ``M`` has another shape, a number is not finite, or ``P`` is not positive semi-definite.
     """
     spec = block.spec
+    num_tiles = spec.groups * (-(-spec.width // spec.cut) if spec.cut else 1)
+    if num_tiles > max(block.curvature.size, MOST_TILES):
+        raise misshapen(spec, who, f"at most {MOST_TILES} tiles, or as many as numbers", f"{num_tiles} tiles")
     narrowest = min(tile.width for tile in spec.tiles)
     if block.factor_rows > narrowest:
         raise misshapen(spec, who, f"a factor of at most {narrowest} rows", f"{block.factor_rows}")
@@ -172,6 +182,30 @@ def check_block(block: Block, who: str) -> None:
                 got=f"{int(values.size - np.isfinite(values).sum())} of {values.size} that are NaN or infinite",
                 do="lower the learning rate or raise the damping on that client",
             )
+    _check_definite(block, who)
+
+
+def _check_definite(block: Block, who: str) -> None:
+    values = decode(block.curvature)
+    # Of a scaled identity and of factors, U'U + d I, only the dampings can be wrong.
+    dampings = values if block.is_identity else values[-len(block.spec.tiles) :] if block.factor_rows else values[:0]
+    least = float(dampings.min(initial=0.0))
+    if not dampings.size:
+        epsilon = 2.0**-8 if block.curvature.dtype == np.uint16 else 1e-5
+        for _, packed, _ in block.tiles():
+            P = unpack_upper(packed.astype(np.float32))
+            np.einsum("ii->i", P)[...] += epsilon * np.linalg.norm(P) + np.finfo(np.float32).tiny
+            try:
+                np.linalg.cholesky(P)
+            except np.linalg.LinAlgError:
+                least = min(least, float(np.linalg.eigvalsh(P)[0]))
+    if least < 0:
+        raise MessageError(
+            block.spec.where(who),
+            expected="P without negative eigenvalues",
+            got=f"one of {least:.3g}",
+            do="send P as the last step divided by it, damping included",
+        )
 
 
 def _size(block: Block) -> int:

@@ -174,7 +174,7 @@ def layout_from_json(text: str, who: str) -> Layout:
         content = json.loads(text)
         blocks = tuple(_spec_from_json(entry) for entry in content["blocks"])
         averaged = {str(name): str(reason) for name, reason in content["averaged"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise MessageError(
             f"{who}, layout",
             expected="what Layout.to_json writes",
@@ -193,6 +193,20 @@ def _spec_from_json(entry: Mapping[str, Any]) -> BlockSpec:
     if not all(isinstance(name, str) for name in entry["parameters"]):
         raise TypeError(f"parameters = {entry['parameters']!r}")
     return BlockSpec(**{**entry, "parameters": tuple(entry["parameters"])})
+
+
+def check_fits(arrays: Mapping[str, Array], spec: BlockSpec, who: str) -> None:
+    """Check that a block fits a model, before anything of the block's size is made.
+
+    Args:
+        arrays: The model.
+        spec: The block.
+        who: Whose block, for messages.
+
+    Raises:
+        MessageError: A parameter is missing or its shape does not fit the block.
+    """
+    _parameters(arrays, spec, who)
 
 
 def to_matrix(arrays: Mapping[str, Array], spec: BlockSpec, who: str = "") -> Array:

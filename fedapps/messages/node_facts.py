@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, RecordDict
@@ -11,6 +10,9 @@ from fedapps.errors import MessageError
 
 NODE = "node"
 """Record of a query reply."""
+
+MOST_PARTITIONS = 10_000_000
+"""Partitions that a node may speak of."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class NodeFacts:
         version: Version of this package on the node.
         method: Method that the node is set up for.
         device: Device that it computes on.
-        preconditioned: Names of the tensors that would be preconditioned; empty for methods without curvature.
+        layout: Which tensors would be preconditioned, as `Layout.to_json`; empty for methods without curvature.
         kernel: Checksum of known directions as the node draws and applies them; empty for methods without replicas.
     """
 
@@ -34,7 +36,7 @@ class NodeFacts:
     version: str
     method: str
     device: str
-    preconditioned: tuple[str, ...]
+    layout: str
     kernel: str = ""
 
     def to_record(self) -> ConfigRecord:
@@ -47,7 +49,7 @@ class NodeFacts:
                 "version": self.version,
                 "method": self.method,
                 "device": self.device,
-                "preconditioned": json.dumps(self.preconditioned),
+                "layout": self.layout,
                 "kernel": self.kernel,
             }
         )
@@ -72,17 +74,21 @@ class NodeFacts:
                 where, expected=f"a record '{NODE}'", got=", ".join(content) or "nothing", do="update the node"
             )
         try:
-            return cls(
+            facts = cls(
                 partition=int(record["partition-id"]),  # type: ignore[arg-type]
                 num_partitions=int(record["num-partitions"]),  # type: ignore[arg-type]
                 num_examples=int(record["num-examples"]),  # type: ignore[arg-type]
                 version=str(record["version"]),
                 method=str(record["method"]),
                 device=str(record["device"]),
-                preconditioned=tuple(json.loads(str(record["preconditioned"]))),
+                layout=str(record["layout"]),
                 kernel=str(record["kernel"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+            if not 0 < facts.num_partitions <= MOST_PARTITIONS or facts.num_examples < 0:
+                raise ValueError(f"{facts.num_partitions} partitions, {facts.num_examples} examples")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            held = str(dict(record))[:200]
             raise MessageError(
-                where, expected="the facts of a node", got=f"{dict(record)} ({error})", do="update the node"
+                where, expected="the facts of a node", got=f"{held} ({error})", do="update the node"
             ) from error
+        return facts

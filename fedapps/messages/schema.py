@@ -49,6 +49,10 @@ STORE_LOST = "store-lost"
 STEP_LIMIT = "step-limit"
 REBUILT = "rebuilt"
 
+MOST_METRICS = 200
+LONGEST_NAME = 200
+"""Metrics of one reply: each costs a column of the run's record, and time."""
+
 Arrays: TypeAlias = dict[str, np.ndarray]
 """Tensors by name, in the order of the model."""
 
@@ -248,7 +252,7 @@ def read_reply(content: RecordDict, partition: int, announced: Announced, *, fol
             shape or dtype, or a value that is not finite.
     """
     where = f"client {partition}"
-    metrics = _numbers(content.get(METRICS))
+    metrics = read_metrics(content, where)
     num_examples = 0 if follow_up else _num_examples(content, where)
     if not follow_up and not isinstance(content.get(ARRAYS), ArrayRecord):
         raise missing_record(where, ARRAYS, "ArrayRecord", content)
@@ -291,8 +295,27 @@ def _num_examples(content: RecordDict, where: str) -> int:
     return num_examples
 
 
-def _numbers(record: object) -> dict[str, float]:
+def read_metrics(content: RecordDict, where: str) -> dict[str, float]:
+    """Read a reply's metrics.
+
+    Args:
+        content: The content of the reply.
+        where: Whose reply it is, for errors.
+
+    Returns:
+        Name -> value, without the number of examples; nothing where there is no such record.
+
+    Raises:
+        MessageError: There are more than `MOST_METRICS`, or a name is longer than `LONGEST_NAME`.
+    """
+    record = content.get(METRICS)
     held = record if isinstance(record, MetricRecord) else {}
+    if len(held) > MOST_METRICS or any(len(name) > LONGEST_NAME for name in held):
+        raise MessageError(
+            f"{where}, record '{METRICS}'",
+            expected=f"at most {MOST_METRICS} metrics with names of at most {LONGEST_NAME} characters",
+            got=f"{len(held)} metrics, the longest name of {max(map(len, held))} characters",
+        )
     return {
         name: float(value) for name, value in held.items() if name != NUM_EXAMPLES and isinstance(value, int | float)
     }

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedapps.errors import SettingsError
-from fedapps.settings import Scalar, SettingsModel
+from fedapps.settings import Scalar, Settings, SettingsModel
+
+if TYPE_CHECKING:
+    from fedapps.curvature.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,8 @@ class Method:
         strategy: ``module:class`` of the server's strategy, built with ``from_settings``.
         client: ``module:function`` that trains one client for one round.
         evaluate: ``module:function`` that measures the models of one client; ``""`` measures the global model.
-        layout: ``module:function`` that names the tensors which a task's model would have preconditioned; ``""`` for
-            methods without curvature.
+        layout: ``module:function`` that says which tensors of a task's model would be preconditioned; ``""`` for methods
+            without curvature.
         group: Prefix of the method's own keys; ``""`` if it has none or takes them from ``method-options``.
         own_settings: Class of the method's own settings, or None.
         task_kinds: Kinds of task that the method can train.
@@ -89,19 +92,20 @@ class Method:
         """
         return load_object(self.evaluate, what=f"evaluation of method '{self.name}'") if self.evaluate else None
 
-    def preconditioned(self, task: Any) -> tuple[str, ...]:
-        """Name the tensors that this method would precondition.
+    def layout_of(self, task: Any, settings: Settings) -> str:
+        """Say which tensors this method would precondition, as a `fedapps.curvature.layout.Layout` in JSON.
 
         Args:
             task: The task.
+            settings: The settings of the run.
 
         Returns:
-            Parameter names; none for methods without curvature.
+            The layout; ``""`` for methods without curvature.
         """
         if not self.layout:
-            return ()
-        names: tuple[str, ...] = load_object(self.layout, what=f"layout of method '{self.name}'")(task)
-        return names
+            return ""
+        layout: Layout = load_object(self.layout, what=f"layout of method '{self.name}'")(task, settings)
+        return layout.to_json()
 
 
 def load_object(reference: str, *, what: str) -> Any:

@@ -89,7 +89,7 @@ _method = partial(
     Method,
     family="second order",
     client_state="none",
-    layout="fedapps.client_apps.problem:preconditioned_names",
+    layout="fedapps.client_apps.problem:layout_of",
     tuned={
         "convex": {"lr": 1.0, "damping": 0.0},
         "torch": {"lr": 0.1, "damping": 0.1},

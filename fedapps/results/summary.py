@@ -21,6 +21,15 @@ BYTE_KEYS = ("payload-down", "payload-up", "wire-down", "wire-up")
 _NOT_METRICS = {"round", "phase", "seconds", *BYTE_KEYS}
 
 
+COLUMNS = frozenset(
+    {
+        "round", "phase", "seconds", *BYTE_KEYS, "sampled", "folded", "refused", "accepted", "lr", "notes",
+        "preconditioned", "averaged", "maximum", "partition", "num-examples",
+    }
+)  # fmt: skip
+"""Columns of the run's own in its rows, whether or not a row has them."""
+
+
 class RunStatus(StrEnum):
     """How a run stands.
 
@@ -126,6 +135,20 @@ def _totals(rows: Iterable[Row]) -> dict[str, Any]:
     return {**totals, "seconds": sum(by_phase.values()), "seconds-by-phase": by_phase}
 
 
+def add_metrics(row: Row, metrics: Mapping[str, Any]) -> Row:
+    """Add the clients' own metrics to a row, none of whose columns they may take.
+
+    Args:
+        row: The run's columns.
+        metrics: Name -> value; one called like a column becomes ``metric-<name>``.
+
+    Returns:
+        The row with the metrics.
+    """
+    taken = COLUMNS | row.keys()
+    return row | {f"metric-{name}" if name in taken else name: value for name, value in metrics.items()}
+
+
 def client_statistics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, int]) -> dict[str, float]:
     """Describe the clients' metrics for a row of ``metrics.jsonl``.
 
@@ -136,11 +159,15 @@ def client_statistics(metrics: Mapping[int, Mapping[str, float]], num_examples: 
     Returns:
         For each metric that a client has: ``client-<metric>``, the mean over clients; ``...-weighted``, the mean weighted by
         examples; ``...-std``, the standard deviation over clients; ``...-worst-decile``, the mean of the worst tenth (at
-        least one client; the greatest values of a metric whose name ends in ``loss`` or ``error``, else the least).
+        least one client; the greatest values of a metric whose name ends in ``loss`` or ``error``, else the least). All are
+        over the clients whose value is finite (a client whose split holds one class has no AUC, for instance); where those
+        are not all of them, ``...-clients`` is their number, and a metric that is finite nowhere is left out.
     """
     statistics: dict[str, float] = {}
     for name in sorted({name for values in metrics.values() for name in values}):
-        partitions = sorted(p for p in metrics if name in metrics[p])
+        partitions = sorted(p for p in metrics if math.isfinite(metrics[p].get(name, math.nan)))
+        if not partitions:
+            continue
         values = np.array([metrics[p][name] for p in partitions], dtype=np.float64)
         weights = np.array([num_examples[p] for p in partitions], dtype=np.float64)
         worst_first = np.sort(values)[::-1] if name.endswith(("loss", "error")) else np.sort(values)
@@ -150,4 +177,6 @@ def client_statistics(metrics: Mapping[int, Mapping[str, float]], num_examples: 
             f"client-{name}-std": float(values.std()),
             f"client-{name}-worst-decile": float(worst_first[: max(1, len(values) // 10)].mean()),
         }
+        if len(partitions) < len(metrics):
+            statistics[f"client-{name}-clients"] = len(partitions)
     return statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from logging import getLogger
 from typing import Any, cast
 
 from flwr.app import Message
@@ -12,6 +13,8 @@ from typing_extensions import override
 from fedapps.results.ledger import Direction, Kind, message_row
 from fedapps.strategies.base import RoundStrategy
 from fedapps.strategies.exchange import GridWrapper
+
+logger = getLogger("flwr")
 
 
 class MeteredGrid(GridWrapper):
@@ -41,13 +44,15 @@ class MeteredGrid(GridWrapper):
         return replies
 
     def _note(self, message: Message, node_id: int, direction: Direction) -> None:
-        row = message_row(
-            message,
-            server_round=self.server_round,
-            partition=None,
-            direction=direction,
-            kind=cast(Kind, message.metadata.message_type),
-        )
+        kind = cast(Kind, message.metadata.message_type)
+        try:
+            row = message_row(message, server_round=self.server_round, partition=None, direction=direction, kind=kind)
+        except Exception as problem:  # A message that cannot be measured must not end a run; the strategy judges it.
+            logger.warning("ledger: a message of node %d cannot be measured (%s)", node_id, problem)
+            row = {
+                "round": self.server_round, "partition": None, "direction": direction, "kind": kind, "payload": {},
+                "objects": 0, "object-tree": 0, "serialised": 0, "unreadable": str(problem)[:200],
+            }  # fmt: skip
         self._rows.append((node_id, row))
 
     def take_rows(self, strategy: RoundStrategy) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from fedapps.results.checkpoint import Checkpoint
 from fedapps.results.environment import describe_environment
 from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.summary import RunStatus, client_statistics, summarise
+from fedapps.results.summary import RunStatus, add_metrics, client_statistics, summarise
 from fedapps.results.units import human_bytes, human_seconds
 from fedapps.server_apps.metered_grid import MeteredGrid
 from fedapps.server_apps.resume import load_checkpoint
@@ -260,7 +260,7 @@ def _train_row(
     if report.notes:
         row["notes"] = report.notes
     if report.folded:
-        row |= dict(state.strategy.train_metrics())
+        row = add_metrics(row, state.strategy.train_metrics())
     return row
 
 
@@ -287,8 +287,8 @@ def _evaluate_on_clients(state: _Run, server_round: int, config: ConfigRecord) -
     replies = exchange(state.grid, messages, state.settings.round_timeout)
     metrics, num_examples = state.strategy.evaluation_results(replies)
     for partition, values in sorted(metrics.items()):
-        client_row = {"round": server_round, "partition": partition, "num-examples": num_examples[partition], **values}
-        state.folder.append_clients(client_row)
+        client_row = {"round": server_round, "partition": partition, "num-examples": num_examples[partition]}
+        state.folder.append_clients(add_metrics(client_row, values))
     ledger = state.grid.take_rows(state.strategy)
     _append_ledger(state, ledger)
     seconds = time.monotonic() - started

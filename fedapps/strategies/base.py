@@ -6,6 +6,7 @@ Flower's unmodified ``start``, under this package's own loop, which folds while 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from fedapps.messages.schema import (
     check_size,
     pack,
     pack_arrays,
+    read_metrics,
     read_reply,
     unpack_arrays,
 )
@@ -106,6 +108,7 @@ class RoundStrategy(Strategy):
         evaluate_clients: As given.
         rounds: The rounds, with the report of the last one.
         roster: The nodes by partition.
+        trainable: Names of the trainable tensors, as the task says; None where there is no task to ask.
     """
 
     def __init__(
@@ -115,9 +118,13 @@ class RoundStrategy(Strategy):
         self.num_clients = num_clients
         self.evaluate_clients = evaluate_clients
         self.roster = Roster(
-            node_wait=self.settings.node_wait, num_clients=num_clients, timeout=self.settings.round_timeout
+            node_wait=self.settings.node_wait,
+            num_clients=num_clients,
+            timeout=self.settings.round_timeout,
+            first_stays=self.settings.second_node == "refused",
         )
         self.rounds = Rounds(self, self.settings)
+        self.trainable: frozenset[str] | None = None
         self._noted: set[str] = set()
         self._phase: _Phase | None = None
 
@@ -208,7 +215,8 @@ class RoundStrategy(Strategy):
         Returns:
             Record -> tensors of the same shapes and dtypes; tensors and buffers of the model unless overridden.
         """
-        return {ARRAYS: model, BUFFERS: model}
+        buffers = model if self.trainable is None else {k: v for k, v in model.items() if k not in self.trainable}
+        return {ARRAYS: model, BUFFERS: buffers}
 
     def asks_again(self, partition: int, content: RecordDict) -> str:
         """Recognise a reply that asks for the message once more, because the client lacks something.
@@ -254,6 +262,7 @@ class RoundStrategy(Strategy):
         Returns:
             What the run holds, sends and keeps in checkpoints: the model, or nothing where `model` builds it on demand.
         """
+        self.trainable = frozenset(task.trainable_names())
         return arrays
 
     def model(self, arrays: Arrays) -> Arrays:
@@ -413,10 +422,22 @@ class RoundStrategy(Strategy):
         try:
             # Refused before it can wait for its turn: a bad reply costs no memory.
             reply = read_reply(content, partition, self.announced(model), follow_up=self.rounds.is_follow_up)
+            self._check_examples(reply)
         except MessageError as problem:
             self.rounds.receive(partition, None, str(problem))
         else:
             self.rounds.receive(partition, reply)
+
+    def _check_examples(self, reply: Reply) -> None:
+        """Refuse a weight that is not what the client's node told in the handshake."""
+        facts = self.roster.facts.get(reply.partition)
+        if facts is not None and not self.rounds.is_follow_up and reply.num_examples != facts.num_examples:
+            raise MessageError(
+                f"{reply.where}, metric '{NUM_EXAMPLES}'",
+                expected=f"the {facts.num_examples} examples that its node told",
+                got=str(reply.num_examples),
+                do="report all examples that the client trains on",
+            )
 
     def _asked_again(self, phase: _Phase, partition: int, content: RecordDict) -> bool:
         """Tell whether a client is to get its message again; each is, once a phase."""
@@ -495,11 +516,15 @@ class RoundStrategy(Strategy):
         if lacks := self.asks_again(partition, reply.content):
             self.rounds.note(f"client {partition} was not measured: it lacks {lacks}")
             return
+        try:
+            metrics = read_metrics(reply.content, f"client {partition}")
+        except MessageError as problem:
+            logger.error("evaluation: %s", problem)
+            return
         record = reply.content.get(METRICS)
-        values = dict(record) if isinstance(record, MetricRecord) else {}
-        count = values.pop(NUM_EXAMPLES, 0)
+        count = record.get(NUM_EXAMPLES, 0) if isinstance(record, MetricRecord) else 0
         if isinstance(count, int) and count > 0:
-            found[partition] = ({k: float(v) for k, v in values.items() if isinstance(v, int | float)}, count)
+            found[partition] = (metrics, count)
 
     @override
     def summary(self) -> None:
@@ -515,10 +540,15 @@ def mean_metrics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mappi
         num_examples: Partition -> number of examples.
 
     Returns:
-        The means of the metrics that every client has, in partition order.
+        The means of the metrics that every client has, in partition order, over the clients whose value is finite; where
+        those are not all, their number as ``<metric>-clients``. A metric that is finite nowhere is NaN.
     """
-    total = sum(num_examples[partition] for partition in metrics)
     shared = set.intersection(*(set(values) for values in metrics.values())) if metrics else set()
-    return MetricRecord(
-        {name: sum(num_examples[p] * metrics[p][name] for p in sorted(metrics)) / total for name in sorted(shared)}
-    )
+    means: dict[str, Any] = {}
+    for name in sorted(shared):
+        clients = [p for p in sorted(metrics) if math.isfinite(metrics[p][name])]
+        total = sum(num_examples[p] for p in clients)
+        means[name] = sum(num_examples[p] * metrics[p][name] for p in clients) / total if clients else math.nan
+        if len(clients) < len(metrics):
+            means[f"{name}-clients"] = len(clients)
+    return MetricRecord(means)

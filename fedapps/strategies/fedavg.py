@@ -88,7 +88,7 @@ class FlowerStrategy(RoundStrategy):
         """Keep the trainable tensors for Flower, and add the buffers to their sums."""
         check_complete(reply, set(), self._model)
         weight = self.settings.weight(reply.num_examples)
-        buffers = {k: v for k, v in {**reply.arrays, **reply.buffers}.items() if k in reply.buffers or _is_buffer(k, v)}
+        buffers = {k: v for k, v in {**reply.arrays, **reply.buffers}.items() if self._is_buffer(k, v, reply)}
         # In the order of the model, whatever the client's: Flower's FedAvgM matches tensors by position.
         trainable = {name: reply.arrays[name] for name in self._model if name not in buffers}
         if self._buffers is None:
@@ -116,17 +116,22 @@ class FlowerStrategy(RoundStrategy):
         self._replies, self._buffers = [], None
         return {name: new[name].astype(old.dtype, copy=False) for name, old in self._model.items()}
 
+    def _is_buffer(self, name: str, value: np.ndarray, reply: Reply) -> bool:
+        if self.trainable is not None:
+            return name not in self.trainable
+        # A client written for Flower sends its state dict as one.
+        return (
+            name in reply.buffers
+            or not np.issubdtype(value.dtype, np.inexact)
+            or name.rpartition(".")[2] in BATCH_NORM_BUFFERS
+        )
+
     def set_model(self, arrays: Arrays) -> None:
         """Tell Flower's strategy the model that was sent out, as its own ``configure_train`` would; nothing by default.
 
         Args:
             arrays: The trainable tensors, by name.
         """
-
-
-def _is_buffer(name: str, value: np.ndarray) -> bool:
-    """Tell a buffer that came among the trainable tensors: a client written for Flower sends its state dict as one."""
-    return not np.issubdtype(value.dtype, np.inexact) or name.rpartition(".")[2] in BATCH_NORM_BUFFERS
 
 
 def _as_message(content: RecordDict, partition: int) -> Message:

@@ -155,7 +155,8 @@ class FedCLUP(RoundStrategy):
     def fold(self, reply: Reply) -> None:
         """Add the change of a client's difference to the running sum, and its other tensors to their mean."""
         check_complete(reply, set(), self._model)
-        names = personal_names(list(reply.arrays), self.own.patterns)
+        # In the order of the model, whatever the client's.
+        names = personal_names([name for name in self._model if name in reply.arrays], self.own.patterns)
         current = self._round or self._start(names, reply)
         if names != current.names:
             raise MessageError(

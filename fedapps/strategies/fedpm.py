@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.curvature.blocks import Block
-from fedapps.curvature.layout import BlockSpec, Layout, describe_tiles, from_matrix, to_matrix
+from fedapps.curvature.layout import BlockSpec, Layout, check_fits, from_matrix, to_matrix
 from fedapps.curvature.mixing import BlockSums, add_block, mix_block, start_block
 from fedapps.curvature.packing import scaled_identity
 from fedapps.errors import MessageError
@@ -73,6 +73,7 @@ class FedPM(RoundStrategy):
         # One entry a tensor, since clients may differ in which tensors have a block.
         self._means: dict[str, TensorSums] = {}
         self._senders: dict[str, list[int]] = {}
+        self._expected: dict[str, BlockSpec] | None = None
 
     @override
     def preconditioned(self) -> Collection[str] | None:
@@ -87,6 +88,9 @@ class FedPM(RoundStrategy):
     def begin(self, model: Arrays) -> None:
         self._model = model
         self._layers, self._means, self._senders = {}, {}, {}
+        # What most nodes said in the handshake is the norm, not what the first reply says.
+        told = self.roster.layout()
+        self._expected = None if told is None else {spec.layer: spec for spec in told.blocks}
 
     @override
     def fold(self, reply: Reply) -> None:
@@ -95,8 +99,6 @@ class FedPM(RoundStrategy):
         self._check_layout(layout, reply.where)
         check_complete(reply, set(layout.preconditioned), self._model)
         blocks = read_blocks(reply, layout)
-        for block in blocks:
-            to_matrix(self._model, block.spec, reply.where)  # The block fits the model that was sent out.
         weight = self.settings.weight(reply.num_examples)
         for block in blocks:
             self._add_block(block, weight, reply)
@@ -119,6 +121,15 @@ class FedPM(RoundStrategy):
             )
         covered = {name: layer for layer, sums in self._layers.items() for name in sums.spec.parameters}
         for spec in layout.blocks:
+            check_fits(self._model, spec, where)
+            if self._expected is not None and self._expected.get(spec.layer) != spec:
+                norm = self._expected.get(spec.layer)
+                raise MessageError(
+                    f"{spec.where(where)}, layout",
+                    expected="no block" if norm is None else f"{_describe(norm)} as most nodes have it",
+                    got=_describe(spec),
+                    do="build the same model on every client, with the same settings",
+                )
             known = {self._layers[covered[name]].spec for name in spec.parameters if name in covered}
             if spec.layer in self._layers:
                 known.add(self._layers[spec.layer].spec)
@@ -201,7 +212,10 @@ class FedPM(RoundStrategy):
 
 
 def _describe(spec: BlockSpec) -> str:
-    return f"'{spec.layer}' with {' and '.join(spec.parameters)}, {spec.rows} rows, {describe_tiles(spec)}"
+    cut = f" cut at {spec.cut}" if spec.cut else ""
+    groups = f", {spec.groups} groups" if spec.groups > 1 else ""
+    parameters = " and ".join(spec.parameters)
+    return f"'{spec.layer}' with {parameters}, {spec.rows} rows, width {spec.width}{cut}{groups}"
 
 
 def _clients(partitions: list[int]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -37,7 +37,7 @@ from fedapps.zeroth_order.journal import Slice
 from fedapps.zeroth_order.scheme import Record, Scalars
 
 if TYPE_CHECKING:
-    from fedapps.tasks.torch_task import TorchTask
+    pass
 
 
 class HiSo(RoundStrategy):
@@ -109,7 +109,7 @@ class HiSo(RoundStrategy):
             files.write_initial(arrays)
         self.open_journal(
             arrays,
-            cast("TorchTask", task).trainable_names(),
+            task.trainable_names(),
             base=first.id,
             revision=first.revision,
             path=files.journal_path,

@@ -69,9 +69,9 @@ class LocalNewton(MeanStrategy):
 
     @override
     def preconditioned(self) -> Collection[str] | None:
-        """Name the tensors that the clients precondition, as the first of them told in the handshake."""
-        facts = next(iter(self.roster.facts.values()), None)
-        return None if facts is None else facts.preconditioned
+        """Name the tensors that the clients precondition, as most of them told in the handshake."""
+        layout = self.roster.layout()
+        return None if layout is None else layout.preconditioned
 
     @override
     def begin(self, model: Arrays) -> None:
@@ -84,7 +84,8 @@ class LocalNewton(MeanStrategy):
     def fold(self, reply: Reply) -> None:
         super().fold(reply)
         self._weights[reply.partition] = self.settings.weight(reply.num_examples)
-        self._parameters |= {k for k, v in reply.arrays.items() if np.issubdtype(v.dtype, np.floating)}
+        trainable = reply.arrays.keys() if self.trainable is None else self.trainable
+        self._parameters |= {k for k in trainable if np.issubdtype(self._model[k].dtype, np.floating)}
 
     @override
     def follow_up(self, *, enough: bool) -> FollowUp | None:

@@ -7,13 +7,17 @@ every node id not seen before at a round's start, the server sends a query; the 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 import fedapps
+from fedapps.curvature.layout import Layout, layout_from_json
 from fedapps.errors import MessageError, RosterError, explain
 from fedapps.messages.node_facts import NodeFacts
 from fedapps.messages.schema import CONFIG
@@ -23,6 +27,9 @@ logger = getLogger("flwr")
 
 CLIENT_RAISED = 2
 """Flower's error code for a ClientApp that raised, or that has no handler for the message."""
+
+MOST_MISSES = 2
+"""Queries that a node may leave without an answer; it is asked again only after it has connected anew."""
 
 MOST_REFUSALS = 5
 """Refused nodes that an error message lists."""
@@ -37,7 +44,9 @@ class Roster:
     Args:
         node_wait: Seconds to wait for all partitions to be there.
         num_clients: Number of clients if the nodes cannot say it; 0 = as many as are online, at least two.
-        timeout: Seconds to wait for the answers to a query.
+        timeout: Seconds to wait for the answers to a query; at most `node_wait`, since a node that does not answer holds up
+            the others.
+        first_stays: Whether, of two nodes for one partition, the first stays. Where nodes have keys the first key always does.
 
     Attributes:
         method: Method of the run; nodes set up for another are refused. Any may take part where it is empty.
@@ -45,12 +54,15 @@ class Roster:
         kernel: Checksum of known directions that every node must draw, or empty.
     """
 
-    def __init__(self, *, node_wait: float, num_clients: int, timeout: float) -> None:
+    def __init__(self, *, node_wait: float, num_clients: int, timeout: float, first_stays: bool = False) -> None:
         self.method = ""
         self.experiment = ""
         self._node_wait = node_wait
         self._num_clients = num_clients
-        self._timeout = timeout
+        self._timeout = min(timeout, max(node_wait, NODE_POLL))
+        self._first_stays = first_stays
+        self._misses: Counter[tuple[int, str]] = Counter()
+        self._key_of: dict[int, bytes] = {}
         self.kernel = ""
         self._seen: set[int] = set()
         self._silent: set[int] = set()
@@ -69,6 +81,11 @@ class Roster:
             The partition id, or None for a node without one.
         """
         return next((partition for partition, node in self.node_of.items() if node == node_id), None)
+
+    def layout(self) -> Layout | None:
+        """Give what most nodes say that they precondition; None if none has said it."""
+        votes = Counter(facts.layout for _, facts in sorted(self.facts.items()) if facts.layout)
+        return layout_from_json(votes.most_common(1)[0][0], "handshake") if votes else None
 
     def refresh(self, grid: Grid) -> None:
         """Greet new nodes; at the first call wait until every partition has one.
@@ -94,21 +111,28 @@ class Roster:
             time.sleep(NODE_POLL)
 
     def _greet_new_nodes(self, grid: Grid) -> None:
-        activated = {node.node_id: node.last_activated_at for node in grid.get_nodes()}
-        online = set(activated)
+        online = {node.node_id: node for node in grid.get_nodes()}
         for partition, node_id in list(self.node_of.items()):
             if node_id not in online:
                 del self.node_of[partition]
                 logger.warning("client %d: its node %d is gone", partition, node_id)
-        self._silent &= online
-        new = sorted(online - self._seen)
+        self._silent &= set(online)
+        # In order of activation, so that the newer of two nodes for one partition is entered last.
+        new = sorted(
+            (node for node in online.values() if node.node_id not in self._seen and not self._gave_up(node)),
+            key=lambda node: (node.last_activated_at, node.node_id),
+        )
         if not new:
             return
-        # In order of activation, so that the newer of two nodes for one partition is entered last and wins.
-        new.sort(key=lambda node_id: (activated[node_id], node_id))
-        answers = self._ask(grid, new)
-        for node_id in new:
-            self._enter(node_id, answers.get(node_id))
+        answers = self._ask(grid, [node.node_id for node in new])
+        told = [(node, facts) for node in new if (facts := self._read(node, answers.get(node.node_id))) is not None]
+        # What most nodes say, so that one that is wrong does not refuse the others.
+        votes = Counter(facts.num_partitions for facts in (*self.facts.values(), *(facts for _, facts in told)))
+        for node, facts in told:
+            self._enter(node, facts, agreed=self.num_partitions or votes.most_common(1)[0][0])
+
+    def _gave_up(self, node: NodeInfo) -> bool:
+        return self._misses[node.node_id, node.last_activated_at] >= MOST_MISSES
 
     def _ask(self, grid: Grid, node_ids: Iterable[int]) -> dict[int, Message]:
         query = ConfigRecord({"version": fedapps.__version__, "method": self.method, "experiment": self.experiment})
@@ -116,14 +140,18 @@ class Roster:
             Message(RecordDict({CONFIG: query}), dst_node_id=node_id, message_type=MessageType.QUERY)
             for node_id in node_ids
         ]
-        replies = list(exchange(grid, messages, self._timeout))
-        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-        return {asked[reply.metadata.reply_to_message_id]: reply for reply in replies}
+        replies = {r.metadata.reply_to_message_id: r for r in exchange(grid, messages, self._timeout)}
+        asked = {message.metadata.dst_node_id: message.metadata.message_id for message in messages}
+        return {node_id: replies[message_id] for node_id, message_id in asked.items() if message_id in replies}
 
-    def _enter(self, node_id: int, reply: Message | None) -> None:
+    def _read(self, node: NodeInfo, reply: Message | None) -> NodeFacts | None:
+        """Read what a node says of itself; None for one that says nothing, or nothing usable."""
+        node_id = node.node_id
         if reply is None or (reply.has_error() and reply.error.code != CLIENT_RAISED):
-            logger.warning("node %d did not answer the query; it is asked again next round", node_id)
-            return
+            self._misses[node_id, node.last_activated_at] += 1
+            again = "when it has connected anew" if self._gave_up(node) else "next round"
+            logger.warning("node %d did not answer the query; it is asked again %s", node_id, again)
+            return None
         self._seen.add(node_id)
         if reply.has_error():
             reason = reply.error.reason or ""
@@ -131,29 +159,48 @@ class Roster:
                 self._silent.add(node_id)
             else:
                 self._refuse(node_id, reason.strip().splitlines()[-1][-500:] if reason else "it raised an error")
-            return
+            return None
         try:
-            facts = NodeFacts.from_content(reply.content, f"node {node_id}")
-            self._check(node_id, facts)
-        except (MessageError, RosterError) as error:
+            return NodeFacts.from_content(reply.content, f"node {node_id}")
+        except MessageError as error:
+            self._refuse(node_id, str(error))
+            return None
+
+    def _enter(self, node: NodeInfo, facts: NodeFacts, *, agreed: int) -> None:
+        node_id, partition = node.node_id, facts.partition
+        try:
+            self._check(node_id, facts, agreed)
+            self._check_key(node, partition)
+        except RosterError as error:
             self._refuse(node_id, str(error))
             return
-        if (older := self.node_of.get(facts.partition)) is not None:
+        if (older := self.node_of.get(partition)) is not None:
+            stays = older if self._first_stays and not node.public_key else node_id
             logger.warning(
-                "client %d: nodes %d and %d both hold its partition; the newer one, %d, is used",
-                facts.partition,
-                older,
-                node_id,
-                node_id,
+                "client %d: nodes %d and %d both hold its partition; %d is used", partition, older, node_id, stays
             )
-        self.node_of[facts.partition] = node_id
-        self.facts[facts.partition] = facts
+            if stays == older:
+                self._refuse(node_id, f"partition {partition} is held by node {older} (second-node = refused)")
+                return
+        self.node_of[partition] = node_id
+        self.facts[partition] = facts
+        self._key_of.setdefault(partition, node.public_key)
+
+    def _check_key(self, node: NodeInfo, partition: int) -> None:
+        """Refuse another key for a partition: where nodes have keys, the first one keeps it over the run."""
+        if self._key_of.get(partition, node.public_key) != node.public_key:
+            raise RosterError(
+                f"node {node.node_id} (partition {partition})",
+                expected="the key of the node that held this partition first",
+                got="another key",
+                do="give every node its own partition-id, or start a new run",
+            )
 
     def _refuse(self, node_id: int, reason: str) -> None:
         self.refused[node_id] = reason
         logger.error("node %d refused: %s", node_id, reason)
 
-    def _check(self, node_id: int, facts: NodeFacts) -> None:
+    def _check(self, node_id: int, facts: NodeFacts, agreed: int) -> None:
         where = f"node {node_id} (partition {facts.partition})"
         if facts.version != fedapps.__version__:
             raise RosterError(
@@ -176,7 +223,6 @@ class Roster:
                 got=facts.kernel[:16] or "none",
                 do="its replica would go astray at the first step: update fedapps, numba or the GPU's software there",
             )
-        agreed = next((other.num_partitions for other in self.facts.values()), facts.num_partitions)
         if facts.num_partitions != agreed or not 0 <= facts.partition < facts.num_partitions:
             raise RosterError(
                 where,
@@ -210,13 +256,13 @@ class Roster:
             told += f" Without a query handler: nodes {', '.join(map(str, sorted(self._silent)))}."
         if self.facts:
             expected = next(iter(self.facts.values())).num_partitions
-            missing = sorted(set(range(expected)) - set(self.node_of))
+            missing = list(islice((p for p in range(expected) if p not in self.node_of), 20))
             return (
                 explain(
                     "clients",
                     expected=f"{expected} (num-partitions of the nodes)",
                     got=f"{len(self.node_of)} connected after {self._node_wait:g} s, missing partitions "
-                    + ", ".join(map(str, missing[:20])),
+                    + ", ".join(map(str, missing)),
                     do="start the missing nodes, or give every node the num-partitions that there really are",
                 )
                 + "."

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fedapps.errors import CurvatureError, MessageError, RoundFailedError
+from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
 from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply
 from fedapps.settings import RoundSettings
 from fedapps.strategies.folding import OrderedFold
@@ -145,8 +145,18 @@ class Rounds:
             server_round: The round.
             model: The model that is sent out.
             sampled: Partitions that are asked.
+
+        Raises:
+            SettingsError: The quorum is larger than their number.
         """
         self.report = RoundReport(server_round, sorted(sampled))
+        if self._quorum > len(self.report.sampled):
+            raise SettingsError(
+                "setting 'min-replies'",
+                expected=f"at most the {len(self.report.sampled)} clients that a round asks",
+                got=str(self._quorum),
+                do="lower it, or sample more clients (fraction-train)",
+            )
         self._open(self.report.sampled, self._fold, None)
         self._method.begin(model)
 
@@ -255,7 +265,11 @@ class Rounds:
 
     @property
     def _is_enough(self) -> bool:
-        return self._num_valid >= self._settings.min_replies
+        return self._num_valid >= self._quorum
+
+    @property
+    def _quorum(self) -> int:
+        return self._settings.quorum(len(self.report.sampled))
 
     def end(self) -> Arrays | None:
         """End the round: the clients that are still missing count as failed.
@@ -283,7 +297,7 @@ class Rounds:
         self.failed_in_a_row += 1
         reasons = "; ".join(f"client {p}: {last_line(reason)}" for p, reason in self.report.refused.items())
         problem = (
-            f"round {self.report.server_round}: expected at least {self._settings.min_replies} valid replies, got "
+            f"round {self.report.server_round}: expected at least {self._quorum} valid replies, got "
             f"{self._num_valid} of {len(self.report.sampled)} ({reasons}); the model is unchanged"
         )
         logger.error("%s", problem)

@@ -249,6 +249,14 @@ class Task(ABC):
             Name -> array of what travels.
         """
 
+    def trainable_names(self) -> list[str]:
+        """List the trainable tensors.
+
+        Returns:
+            Names in the order of `initial_arrays`, without buffers.
+        """
+        return list(self.initial_arrays(self.config.seed))
+
     @abstractmethod
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         """Measure a model.

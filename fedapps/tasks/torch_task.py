@@ -77,6 +77,7 @@ class TorchTask(Task):
 
     def __init__(self, config: TaskConfig, name: str | None = None) -> None:
         super().__init__(config, name)
+        self._trainable: list[str] | None = None
         cls = type(self)
         if cls.loss is not TorchTask.loss and cls.metrics is TorchTask.metrics:
             raise TaskError(
@@ -148,15 +149,15 @@ class TorchTask(Task):
 
     @override
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
-        return module_arrays(self._build(seed))
+        model = self._build(seed)
+        self._trainable = trainable_names(model)  # A language model is not loaded once more for its names.
+        return module_arrays(model)
 
+    @override
     def trainable_names(self) -> list[str]:
-        """List the trainable tensors.
-
-        Returns:
-            Names in the order of `initial_arrays`, without buffers.
-        """
-        return trainable_names(self._build(self.config.seed))
+        if self._trainable is None:
+            self._trainable = trainable_names(self._build(self.config.seed))
+        return list(self._trainable)
 
     def module(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> torch.nn.Module:
         """Build a model and fill it; torch's global generator is left as it was.

@@ -69,7 +69,7 @@ def unpack_slice(columns: Mapping[str, Any], where: str) -> Slice:
         after, through = int(columns["after"]), int(columns["through"])
         records = _records(columns) if "rounds" in columns else ()
         return Slice(after, through, records)
-    except (FedAppsError, KeyError, TypeError, ValueError) as error:
+    except (FedAppsError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise JournalError(
             f"{where}, journal slice",
             expected="columns of equal length as fedapps.zeroth_order.wire packs them",
