@@ -229,7 +229,6 @@ def test_follow_ups_are_held_one_after_the_other_with_answers_by_partition() -> 
     assert method.answered == [("first", 0), ("first", 2), ("second", 1)]
     assert rounds.end() == {"x": np.array([3.0])}
     assert rounds.report.folded == [0, 1, 2]
-    rounds.begin(2, MODEL, [0])
     assert not rounds.is_follow_up
 
 
