@@ -440,8 +440,9 @@ class RoundStrategy(Strategy):
             )
 
     def _asked_again(self, phase: _Phase, partition: int, content: RecordDict) -> bool:
-        """Tell whether a client is to get its message again; each is, once a phase."""
-        lacks = "" if partition in phase.asked_again else self.asks_again(partition, content)
+        """Tell whether a client is to get its message again; each is, once a phase, but not that of a follow-up."""
+        done = partition in phase.asked_again or self.rounds.is_follow_up
+        lacks = "" if done else self.asks_again(partition, content)
         if lacks:
             self.rounds.note(f"client {partition} lacks {lacks}: it is sent again")
             phase.asked_again.add(partition)

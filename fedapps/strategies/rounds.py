@@ -166,6 +166,7 @@ class Rounds:
         self._follow_up = follow_up
 
     def _close(self) -> None:
+        self._follow_up = None
         if self._order is not None:
             self._order.close()
             self._order = None

@@ -65,8 +65,8 @@ def test_replies_that_are_done_with_leave_memory(buffer_mb: float, monkeypatch: 
     try:
         for partition in (3, 2):
             order.add(partition, in_a_cycle(partition))
-        # They wait on disk while nothing is folded yet.
-        assert [reference() is None for reference in alive] == [buffer_mb == 0] * 4
+        # The first of them waits on disk while nothing is folded yet.
+        assert [reference() is None for reference in alive[:2]] == [buffer_mb == 0] * 2
         for partition in (0, 1):
             order.add(partition, in_a_cycle(partition))
         assert [reference() for reference in alive] == [None] * 12

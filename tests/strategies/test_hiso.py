@@ -225,7 +225,14 @@ def right() -> bytes:
     return bytes.fromhex(str(kept(made).journal.records[-1].fingerprint))
 
 
-R, X, Y = right(), b"\1" * 32, b"\2" * 32
+def right_of_the_first_round() -> bytes:
+    made = strategy(fingerprint_every=1)
+    made.model()
+    play(made, 1, {0: GOOD})
+    return bytes.fromhex(str(kept(made).journal.records[-1].fingerprint))
+
+
+R, R1, X, Y = right(), right_of_the_first_round(), b"\1" * 32, b"\2" * 32
 
 
 @pytest.mark.parametrize(
@@ -357,6 +364,28 @@ def test_clients_are_asked_only_where_a_fingerprint_is_due_and_get_that_round_on
     assert content.config_records["journal"]["confirm"] is True
     assert content.config_records["config"]["last-folded"] == 2
     assert kept(made).journal.records[-1].fingerprint == R.hex()
+
+
+def test_a_client_that_lost_its_journal_before_it_confirms_has_no_vote() -> None:
+    """It does not measure the round again, and its replica before the round is not what it votes for."""
+    made = strategy(fingerprint_every=1)
+    seat(made, 3)
+    made.model()
+
+    def answer(partition: int, message: Message) -> RecordDict:
+        if not message.content.config_records["journal"].get("confirm"):
+            return reply(1, GOOD, fingerprint=X)
+        if partition == 1:
+            return RecordDict({"arrays": ArrayRecord({}), "scalars": ConfigRecord({"need-from": 0})})
+        return reply(1, b"", fingerprint=R1)
+
+    grid = ScriptedGrid(answer)
+    train(made, grid, 1, {}, lr=0.1)
+    assert [message.metadata.dst_node_id - FIRST_NODE for message in grid.sent] == [0, 1, 2] * 2
+    assert kept(made).journal.records[-1].fingerprint == R1.hex()
+    (note,) = made.rounds.report.notes
+    assert note.startswith("client 1, confirmation: ")
+    assert made.rounds.report.values["resent"] == 0
 
 
 # The file, and resume -------------------------------------------------------------------------------------
