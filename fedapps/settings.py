@@ -135,7 +135,7 @@ class RoundSettings(SettingsModel):
     fraction_train: float = setting(1.0, "share of the clients sampled in a round (at least one)", gt=0, le=1)
     weighting: Literal["examples", "uniform"] = setting("examples", "weights p_i of the clients", tuned=True)
     min_replies: float = setting(
-        0.5,
+        0.2,
         "replies a round needs (quorum), else it changes nothing: a number of clients, or below 1 a share of those asked",
         gt=0,
     )

@@ -11,15 +11,17 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 import fedapps
+from fedapps.curvature.layout import BlockSpec, Layout
 from fedapps.errors import RosterError
 from fedapps.messages.node_facts import NodeFacts
 from fedapps.strategies import roster as roster_module
 from fedapps.strategies.exchange import GridWrapper
 from fedapps.strategies.roster import Roster
 
+LAYOUT = Layout((BlockSpec("fc", ("fc.weight",), 2, 3),)).to_json()
 FACTS = NodeFacts(
     partition=0, num_partitions=2, num_examples=5, version=fedapps.__version__, method="fedpm", device="cpu",
-    preconditioned=("fc.weight",),
+    layout=LAYOUT,
 )  # fmt: skip
 SILENT = Error(2, "Traceback ...\nValueError: No query function registered with name 'default'")
 
@@ -81,7 +83,7 @@ def test_nodes_are_known_by_partition_whatever_their_ids() -> None:
     assert roster.node_of == {1: 7, 0: 99}
     assert (roster.partition_of(7), roster.partition_of(99), roster.partition_of(5)) == (1, 0, None)
     assert roster.num_partitions == 2
-    assert roster.facts[0].preconditioned == ("fc.weight",)
+    assert roster.facts[0].layout == LAYOUT
 
 
 def test_a_node_is_asked_once_and_only_new_ones_later() -> None:

@@ -277,7 +277,7 @@ def test_fail_fast_holds_in_a_follow_up_whose_answers_are_required(required: boo
     rounds.receive(0, reply_of(0))
     rounds.follow_up()
     if required:
-        with pytest.raises(RoundFailedError, match="round 1, client 0: vote: sensor offline .*fail-fast"):
+        with pytest.raises(RoundFailedError, match=r"round 1, client 0: vote: sensor offline .*fail-fast"):
             rounds.receive(0, None, "sensor offline")
     else:
         rounds.receive(0, None, "sensor offline")
