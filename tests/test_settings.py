@@ -138,7 +138,8 @@ class OwnSettings(SettingsModel):
 OWN = Method(
     name="own", title="Own", family="test", mixing="mean", travels_down="model", travels_up="model",
     client_state="none", paper="none", strategy="fedapps.strategies.fedavg:FedAvg",
-    client="fedapps.client_apps.fedavg:train", own_settings=OwnSettings, tuned={"torch": {"lr": 0.2, "strength": 0.7}},
+    client="fedapps.client_apps.fedavg:train", own_settings=OwnSettings,
+    tuned={"torch": {"lr": 0.2, "strength": 0.7, "mode": "fast"}},
 )  # fmt: skip
 
 
@@ -146,6 +147,8 @@ def test_an_own_method_takes_its_options_from_toml(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("fedapps.methods.load_object", lambda reference, what: OWN)
     settings = resolve_settings({"method": "my.mod:OWN", "method-options": 'mode = "fast"'}, "torch")
     assert settings.own == OwnSettings(strength=0.7, mode="fast")
+    plain = resolve_settings({"method": "my.mod:OWN"}, "torch")
+    assert plain.own == OwnSettings(strength=0.7, mode="slow")  # only a key that says so is tuned
     assert settings.lr == 0.2
     assert resolve_settings(flatten(settings, ""), "torch") == settings
 
