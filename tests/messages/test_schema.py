@@ -56,7 +56,13 @@ def through_bytes(content: RecordDict) -> RecordDict:
 
 def test_arrays_keep_name_order_shape_dtype_and_value_through_bytes() -> None:
     """Nothing changes shape, dtype or value on the way: a batch-normalised net, its 0-dimensional integer included."""
-    arrays = {**SENT, "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "half": np.arange(3, dtype=np.float16), "flag": np.array(True), "empty": np.zeros((0, 4))}
+    arrays = {
+        **SENT,
+        "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "half": np.arange(3, dtype=np.float16),
+        "flag": np.array(True),
+        "empty": np.zeros((0, 4)),
+    }
     back = unpack_arrays(through_bytes(RecordDict({"arrays": pack_arrays(arrays)})), "arrays", "test")
     assert list(back) == list(arrays)
     for name, value in arrays.items():
@@ -68,7 +74,15 @@ def test_arrays_keep_name_order_shape_dtype_and_value_through_bytes() -> None:
 
 def test_named_records_survive_the_message_and_shared_arrays_are_packed_once() -> None:
     """Entries come back as they went, an empty record as one of arrays; what goes to every client is one object."""
-    entries = {"round": 3, "lr": 0.5, "on": True, "name": "x", "data": b"\0\xff", "steps": [1.0, 0.5], "none": list[int]()}
+    entries = {
+        "round": 3,
+        "lr": 0.5,
+        "on": True,
+        "name": "x",
+        "data": b"\0\xff",
+        "steps": [1.0, 0.5],
+        "none": list[int](),
+    }
     packed: Packed = {}
     first, second = (pack({"arrays": SENT, "empty": {}, "config": {**entries, "client": i}}, packed) for i in (1, 2))
     assert first["arrays"] is second["arrays"]
@@ -196,11 +210,13 @@ def test_payload_counts_every_record_and_a_limit_names_the_largest() -> None:
     assert (sizes["arrays"], sizes["buffers"]) == (24, 16)
     # Three doubles and an integer, beside keys and framing; without its keys the record is smaller by their letters.
     short = payload_bytes(RecordDict({"m": MetricRecord({"n": 7, "l": 0.5, "h": [1.0, 2.0]})}))["m"]
-    assert sizes["metrics"] - short == len("num-examples" "train-loss" "history") - 3
+    assert sizes["metrics"] - short == len("num-examplestrain-losshistory") - 3
     assert 3 * 8 + 1 < short < 3 * 8 + 1 + 40
     total = sum(sizes.values())
     check_size(content, total / 1e6)
-    with pytest.raises(MessageError, match=rf"at most .* MB .* got {total / 1e6:.3g} MB, .*metrics \(.*arrays/fc\.weight"):
+    with pytest.raises(
+        MessageError, match=rf"at most .* MB .* got {total / 1e6:.3g} MB, .*metrics \(.*arrays/fc\.weight"
+    ):
         check_size(content, (total - 1) / 1e6)
 
 

@@ -80,7 +80,9 @@ def reply(value: float = 1.0, num_examples: int = 1, **metrics: float) -> Record
 
 
 def lacks() -> RecordDict:
-    return RecordDict({"lacks": ConfigRecord({}), "arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 1})})
+    return RecordDict(
+        {"lacks": ConfigRecord({}), "arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 1})}
+    )
 
 
 def strategy_of(clients: int = 3, **settings: Any) -> Sum:
@@ -365,7 +367,10 @@ def test_evaluation_leaves_out_who_failed_or_has_no_data_and_averages_the_others
 def test_without_client_evaluation_nobody_is_asked() -> None:
     strategy = Sum(evaluate_clients=False)
     seat(strategy, 2)
-    assert list(strategy.configure_evaluate(1, pack_arrays(MODEL), ConfigRecord({}), ScriptedGrid(lambda p, m: None))) == []
+    assert (
+        list(strategy.configure_evaluate(1, pack_arrays(MODEL), ConfigRecord({}), ScriptedGrid(lambda p, m: None)))
+        == []
+    )
 
 
 def test_replies_before_any_message_are_an_error_of_the_caller() -> None:

@@ -245,7 +245,11 @@ def test_who_gives_no_answer_counts_only_where_none_is_required(required: bool) 
     rounds.receive(2, answer_of(2, good=False))
     assert rounds.follow_up() == {}
     assert method.answered == [("vote", 0)]
-    reasons = {1: "vote: sensor offline", 2: "vote: client 2: expected an answer, got {}", 3: "vote: no reply within 3600 s"}
+    reasons = {
+        1: "vote: sensor offline",
+        2: "vote: client 2: expected an answer, got {}",
+        3: "vote: no reply within 3600 s",
+    }
     assert method.enough == [True, not required]
     new = rounds.end()
     if required:
