@@ -15,7 +15,6 @@ def test_weight_must_be_positive_and_finite(weight: float) -> None:
         add_mean(start_mean({}), weight, {}, where="client 3")
 
 
-
 def test_floating_tensors_are_averaged_in_double_and_rounded_once() -> None:
     """Weights 10 and 30; float32 sums of 1e8 and 1 would lose the 1."""
     first = {"a": np.array([1e8, 1.0], np.float32), "scalar": np.array(2.0, np.float16)}

@@ -80,7 +80,9 @@ def reply(value: float = 1.0, num_examples: int = 1, **metrics: float) -> Record
 
 
 def lacks() -> RecordDict:
-    return RecordDict({"lacks": ConfigRecord({}), "arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 1})})
+    return RecordDict(
+        {"lacks": ConfigRecord({}), "arrays": ArrayRecord({}), "metrics": MetricRecord({"num-examples": 1})}
+    )
 
 
 def strategy_of(clients: int = 3, **settings: Any) -> Sum:
@@ -304,7 +306,7 @@ def test_a_follow_up_tells_clients_that_this_rounds_reply_counted() -> None:
 
 def test_an_answer_that_fails_is_one_of_the_follow_up() -> None:
     strategy = strategy_of(min_replies=2)
-    strategy.asked = FollowUp("question", dict.fromkeys(range(3), {"question": {}}))
+    strategy.asked = FollowUp("question", {p: {"question": {}} for p in range(3)})
     answer = RecordDict({"answer": ConfigRecord({"x": 1})})
     grid = ScriptedGrid(
         lambda p, message: reply() if "question" not in message.content else Error(2, "boom") if p == 1 else answer
@@ -365,7 +367,10 @@ def test_evaluation_leaves_out_who_failed_or_has_no_data_and_averages_the_others
 def test_without_client_evaluation_nobody_is_asked() -> None:
     strategy = Sum(evaluate_clients=False)
     seat(strategy, 2)
-    assert list(strategy.configure_evaluate(1, pack_arrays(MODEL), ConfigRecord({}), ScriptedGrid(lambda p, m: None))) == []
+    assert (
+        list(strategy.configure_evaluate(1, pack_arrays(MODEL), ConfigRecord({}), ScriptedGrid(lambda p, m: None)))
+        == []
+    )
 
 
 def test_replies_before_any_message_are_an_error_of_the_caller() -> None:

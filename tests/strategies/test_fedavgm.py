@@ -18,7 +18,9 @@ def step(
     """One round with one client, whose model is ``delta`` larger."""
     strategy.rounds.begin(server_round, model, [0])
     trained = {name: value + value.dtype.type(delta) for name, value in model.items()}
-    strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}), model)
+    strategy.receive(
+        0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}), model
+    )
     new = strategy.rounds.end()
     assert new is not None
     return new

@@ -265,9 +265,7 @@ def test_a_fit_without_its_scalars_is_refused() -> None:
     assert "expected the scalars of a local fit, got none called fit-distance2" in strategy.rounds.report.refused[1]
 
 
-@pytest.mark.parametrize(
-    "own", [OWN, own_with(adaptive=True, lambda_min=1e-3)], ids=["fixed", "chosen"]
-)
+@pytest.mark.parametrize("own", [OWN, own_with(adaptive=True, lambda_min=1e-3)], ids=["fixed", "chosen"])
 def test_a_restored_strategy_goes_on_with_the_same_bits(own: FedClupSettings) -> None:
     straight = strategy_of(own)
     first = {i: fit_of(d) for i, d in enumerate([(1, 0), (-1, 0), (0, 1)])}

@@ -23,7 +23,9 @@ def two_steps(strategy: FlowerStrategy) -> list[float]:
     for server_round, delta in enumerate((FIRST, SECOND), start=1):
         strategy.rounds.begin(server_round, model, [0])
         trained = {"x": model["x"] + delta}
-        strategy.receive(0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}), model)
+        strategy.receive(
+            0, RecordDict({"arrays": pack_arrays(trained), "metrics": MetricRecord({"num-examples": 3})}), model
+        )
         new = strategy.rounds.end()
         assert new is not None
         model = new

@@ -60,7 +60,9 @@ def reply_of(model: dict[str, np.ndarray], P: np.ndarray, num_examples: int = 1)
     )
 
 
-def mix(strategy: RoundStrategy, replies: dict[int, RecordDict], order: list[int] | None = None) -> dict[str, np.ndarray]:
+def mix(
+    strategy: RoundStrategy, replies: dict[int, RecordDict], order: list[int] | None = None
+) -> dict[str, np.ndarray]:
     strategy.rounds.begin(1, MODEL, list(replies))
     for partition in order or list(replies):
         strategy.receive(partition, replies[partition], MODEL)

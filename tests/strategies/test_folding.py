@@ -25,7 +25,9 @@ def reply_of(partition: int) -> Reply:
 @pytest.mark.parametrize("arrival", list(itertools.permutations([1, 3, 4, 8])))
 def test_every_order_of_arrival_folds_in_partition_order(arrival: tuple[int, ...], buffer_mb: float) -> None:
     folded = []
-    order = OrderedFold([8, 1, 4, 3], lambda reply: folded.append((reply.partition, float(reply.arrays["x"][0]))), buffer_mb)
+    order = OrderedFold(
+        [8, 1, 4, 3], lambda reply: folded.append((reply.partition, float(reply.arrays["x"][0]))), buffer_mb
+    )
     for partition in arrival:
         order.add(partition, reply_of(partition))
     order.close()
