@@ -79,5 +79,5 @@ def test_scalars_in_another_form_are_refused_with_the_client(entries: dict[str, 
 def test_a_part_of_the_journal_survives_the_message() -> None:
     part = JournalPart(Slice(2, 5, ()), A, first_step=10, mu=1e-3, confirm=True)
     assert JournalPart.from_entries(dict(ConfigRecord(part.to_entries()))) == part
-    with pytest.raises(MessageError, match="server's message: expected a record 'journal' .* got nothing"):
+    with pytest.raises(MessageError, match=r"server's message: expected a record 'journal' .* got nothing"):
         JournalPart.from_entries({})

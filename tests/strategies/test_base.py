@@ -306,7 +306,7 @@ def test_a_follow_up_tells_clients_that_this_rounds_reply_counted() -> None:
 
 def test_an_answer_that_fails_is_one_of_the_follow_up() -> None:
     strategy = strategy_of(min_replies=2)
-    strategy.asked = FollowUp("question", dict.fromkeys(range(3), {"question": {}}))
+    strategy.asked = FollowUp("question", {p: {"question": {}} for p in range(3)})
     answer = RecordDict({"answer": ConfigRecord({"x": 1})})
     grid = ScriptedGrid(
         lambda p, message: reply() if "question" not in message.content else Error(2, "boom") if p == 1 else answer

@@ -1,4 +1,4 @@
-"""Flower's own strategies behind this package's rounds: the same bits as Flower's, buffers kept away, refused rounds without a trace."""
+"""Flower's own strategies in our rounds: the same bits as Flower's, buffers kept away, refused rounds without a trace."""
 
 from __future__ import annotations
 

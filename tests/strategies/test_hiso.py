@@ -465,7 +465,7 @@ def test_steps_must_be_counted_and_the_task_be_torch(method: str) -> None:
         HiSo.from_settings(resolve_settings({"method": method, "local-steps": 0}, "torch"), "e")
     with pytest.raises(SettingsError, match=f"method '{method}': expected a torch task, got 'a9a', a convex task"):
         resolve_settings({"method": method, "task": "a9a"})
-    with pytest.raises(SettingsError, match="expected at least 1: .* got 0"):
+    with pytest.raises(SettingsError, match=r"expected at least 1: .* got 0"):
         HiSo(rule=method, tau=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -163,18 +164,19 @@ def test_failed_rounds_in_a_row_end_the_run_and_an_accepted_one_starts_the_count
             each.end()
 
 
-@pytest.mark.parametrize("how", ["error", "malformed", "late"])
-def test_fail_fast_ends_the_run_at_the_first_failure(how: str) -> None:
+FAILURES: dict[str, tuple[Callable[[Rounds], object], str]] = {
+    "error": (lambda rounds: rounds.receive(1, None, "sensor offline"), "sensor offline"),
+    "malformed": (lambda rounds: rounds.receive(1, reply_of(1, -1.0)), "client 1: expected a number of at least 0"),
+    "late": (lambda rounds: rounds.end(), "no reply within 0.5 s"),
+}
+
+
+@pytest.mark.parametrize(("fail", "reason"), FAILURES.values(), ids=FAILURES.keys())
+def test_fail_fast_ends_the_run_at_the_first_failure(fail: Callable[[Rounds], object], reason: str) -> None:
     rounds, method = begun([0, 1], on_failure="fail-fast", round_timeout=0.5)
     rounds.receive(0, reply_of(0))
-    reason = {"error": "sensor offline", "malformed": "a number of at least 0", "late": "no reply within 0.5 s"}[how]
-    with pytest.raises(RoundFailedError, match=rf"round 1, client 1: .*{reason}.*on-failure = fail-fast"):
-        if how == "error":
-            rounds.receive(1, None, "sensor offline")
-        elif how == "malformed":
-            rounds.receive(1, reply_of(1, -1.0))
-        else:
-            rounds.end()
+    with pytest.raises(RoundFailedError, match=rf"round 1, client 1: {reason}.*on-failure = fail-fast"):
+        fail(rounds)
     assert method.finished == 0
     assert rounds.awaited == []
     with pytest.raises(RoundFailedError, match="not begun"):
