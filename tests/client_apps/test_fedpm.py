@@ -134,7 +134,7 @@ def test_what_is_preconditioned_is_said_in_the_first_row_with_a_valid_reply(
     check = FedPM._check_layout
 
     def refuse_the_first_round(self: FedPM, layout: Layout, where: str) -> None:
-        if self.report.server_round == 1:
+        if self.rounds.report.server_round == 1:
             raise MessageError("not yet")
         check(self, layout, where)
 
@@ -312,7 +312,7 @@ def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
     caplog.set_level("INFO", "flwr")
     (tmp_path / "shop_client.py").write_text(snippet("In your own client"))
     first = module_arrays(shop.build_model())
-    strategy = FedPM(RoundSettings(evaluate_clients=False, num_clients=3))
+    strategy = FedPM(num_clients=3, evaluate_clients=False)
     grid = InProcessGrid(3, {}, client_app="shop_client:app")
     result = strategy.start(grid=grid, initial_arrays=pack_arrays(first), num_rounds=3)
     assert sorted(strategy.rounds.report.num_examples.values()) == [24, 32, 40]
@@ -360,9 +360,10 @@ def test_a_server_that_starts_from_a_state_dict_is_told_how_to_pack_tied_and_fro
     with FoofPreconditioner(model, damping=0.1) as foof:
         model(torch.ones(3, 4)).sum().backward()
         foof.step(lr=0.1)
-    strategy = FedPM(RoundSettings(num_clients=1))
-    strategy.rounds.begin(1, {name: array.numpy() for name, array in sent.items()}, [0])
-    strategy.receive(0, fedpm_reply(foof, model, num_examples=3))
+    strategy = FedPM(num_clients=1)
+    first_model = {name: array.numpy() for name, array in sent.items()}
+    strategy.rounds.begin(1, first_model, [0])
+    strategy.receive(0, fedpm_reply(foof, model, num_examples=3), first_model)
     reason = strategy.rounds.report.refused[0]
     assert "without 0.weight, 0.bias, 2.weight;" in reason
     assert "start the server from pack_arrays(module_arrays(model))" in reason
