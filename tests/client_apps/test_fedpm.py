@@ -27,7 +27,7 @@ from fedapps.errors import MessageError, SettingsError, TaskError
 from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
 from fedapps.simulation.inprocess import InProcessGrid
-from fedapps.strategies import FedPM, RoundSettings
+from fedapps.strategies import FedPM
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays
 
 from ..simulation import runs

@@ -14,11 +14,11 @@ from fedapps.cli import cli
 from fedapps.client_apps.torch_problem import TorchProblem
 from fedapps.errors import SettingsError
 from fedapps.methods import resolve_settings
+from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization.choose_lambda import LambdaReport, Reason
 from fedapps.personalization.fedclup import Stale
 from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.advise import Advice, advise
-from fedapps.methods.personalised import FedClupSettings
 from fedapps.tasks.from_settings import load_task_of
 
 from . import runs
