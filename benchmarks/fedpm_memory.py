@@ -1,7 +1,7 @@
 """Server memory of FedPM's aggregation over the number of replies, in whatever order they arrive.
 
-Synthetic replies of a CNN with 2.0 million parameters are folded by the strategy itself (``begin_round``, ``receive``,
-``end_round``). Each case is a process of its own, whose peak resident set is read at its end. Replies are folded by
+Synthetic replies of a CNN with 2.0 million parameters are folded by the strategy itself (``rounds.begin``, ``receive``,
+``rounds.end``). Each case is a process of its own, whose peak resident set is read at its end. Replies are folded by
 increasing partition, so all that come ahead of their turn have to wait: in memory up to ``fold-buffer-mb``, then in a
 scratch file, whose size is noted.
 
@@ -93,8 +93,8 @@ def run_case(order: str, count: int, max_width: int, buffer_mb: float, scale: in
     for partition in arrival(order, count):
         content = reply(partition)
         size = sum(payload_bytes(content).values())
-        strategy.receive(partition, content)
-        file = strategy._order._scratch if strategy._order else None
+        strategy.receive(partition, content, model)
+        file = strategy.rounds._order._scratch if strategy.rounds._order else None
         scratch = max(scratch, file.seek(0, 2) if file else 0)
     if strategy.rounds.end() is None or len(strategy.rounds.report.folded) != count:
         raise SystemExit(f"replies were refused: {strategy.rounds.report.refused}")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
-from pydantic import model_validator
 
 from fedapps.methods.row import Method
 from fedapps.personalization.choose_lambda import ChoiceConfig, Rule
@@ -99,11 +98,14 @@ class FedClupSettings(PulledSettings):
         # Of a loss without curvature only the pull is known.
         return default_gamma(lam, L or np.inf, num_clients if self.stale is Stale.REPLIES else num_sampled, num_clients)
 
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def check_gamma(self) -> None:
+        """Refuse a given ``gamma`` that ``lambda`` forbids; not with the settings, since `advise` sets ``lambda`` later.
+
+        Raises:
+            SettingsError: See `FedClupConfig`.
+        """
         if self.gamma:
             FedClupConfig(self.lambda_, self.gamma, self.stale)
-        return self
 
 
 def _tuned(convex: Mapping[str, Scalar], torch: Mapping[str, Scalar]) -> Mapping[str, Mapping[str, Scalar]]:

@@ -183,6 +183,7 @@ def advise(run_config: Mapping[str, Any], num_clients: int) -> Advice:
                 break
         mus = [fit.mu for fit in fits.values() if fit.mu is not None]
         options = own.model_copy(update={"lambda_": report.lam})
+        options.check_gamma()
         exact = bool(mus) or options.gamma_needs_curvature
         L = max(fit.curvature(initial, exact=exact) for fit in fits.values())
     return Advice(

@@ -405,7 +405,8 @@ class RoundStrategy(Strategy):
             return
         if message.has_error():
             self.rounds.receive(partition, None, self._reason_of(message, partition))
-        elif not self._asked_again(phase, partition, message.content):
+        # What would be sent again is the message of the round's start, which answers no follow-up.
+        elif self.rounds.is_follow_up or not self._asked_again(phase, partition, message.content):
             self.receive(partition, message.content, phase.model)
 
     def receive(self, partition: int, content: RecordDict, model: Arrays) -> None:

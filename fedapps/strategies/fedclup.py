@@ -100,6 +100,7 @@ class FedCLUP(RoundStrategy):
     ) -> None:
         super().__init__(settings, **rounds)
         self.own = own or FedClupSettings()
+        self.own.check_gamma()
         self.lr = lr
         self.choosing = self.own.choice is not None
         self.lam = self.own.choice.lower if self.own.choice else self.own.lambda_

@@ -54,7 +54,7 @@ def test_losses_along_the_direction_are_those_at_zero_and_at_the_candidates(cls:
     work = ClientWork(
         settings=resolve_settings({"method": "localnewton"}, str(task.kind)), task=task, node=Node(0, 1, None),
         data=ClientData(DATA, DATA.take([]), DATA.take([])), arrays={"weights": np.array([1.0])}, server_round=1, lr=1.0,
-        last_folded=0, experiment="", run_dir="", records={"line-search": {"steps": [1.0, 0.5]}},
-        direction={"weights": np.array([2.0])},
+        last_folded=0, experiment="", run_dir="",
+        records={"line-search": {"steps": [1.0, 0.5]}, "direction": {"weights": np.array([2.0])}},
     )  # fmt: skip
     assert train(work)["line-search"]["losses"] == [-2.5, -4.5, -4.0]

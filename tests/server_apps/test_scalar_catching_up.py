@@ -71,7 +71,7 @@ def test_a_client_that_lost_its_journal_gets_it_within_the_round(
     run = tiny(tmp_path / "run")
     assert [row["resent"] for row in run.rows("train")] == [0, 0, 0, 1, 0, 0]
     assert run.rows("train")[3]["folded"] == [0, 1, 2, 3, 4, 5]
-    assert "client 1 has lost its journal: sent again from round 0" in log.text
+    assert "client 1 lacks the journal from round 0: it is sent again" in log.text
     assert journal_of(run) == journal_of(straight)
 
 
@@ -90,7 +90,7 @@ def test_a_client_that_lost_its_journal_gets_it_within_the_evaluation(
 
     monkeypatch.setattr(HiSo, "configure_evaluate", loses)
     run = tiny(tmp_path / "run", config)
-    assert "client 1 has lost its journal: sent again from round 0" in log.text
+    assert "client 1 lacks the journal from round 0: it is sent again" in log.text
     assert run.folder.read_clients() == straight.folder.read_clients()
     assert [row["partition"] for row in run.folder.read_clients() if row["round"] == 3] == [0, 1, 2, 3, 4, 5]
     assert journal_of(run) == journal_of(straight)
@@ -172,17 +172,39 @@ def test_a_replica_built_again_while_it_confirms_is_counted(
 ) -> None:
     straight = tiny(tmp_path / "straight", {"hiso.fingerprint-every": 1})
     shutil.rmtree(tmp_path / "nodes")
-    ask = HiSo.confirmations
+    ask = HiSo.follow_up
 
-    def ask_after_a_crash(self: HiSo) -> Any:
-        if self.report.server_round == 3:
+    def ask_after_a_crash(self: HiSo, *, enough: bool) -> Any:
+        if self.rounds.report.server_round == 3 and not self.rounds.is_follow_up:
             mark = next((nodes(2) / "replicas").glob("*/state.json"))
             mark.write_text(mark.read_text().replace('"applying": false', '"applying": true'))
-        return ask(self)
+        return ask(self, enough=enough)
 
-    monkeypatch.setattr(HiSo, "confirmations", ask_after_a_crash)
+    monkeypatch.setattr(HiSo, "follow_up", ask_after_a_crash)
     run = tiny(tmp_path / "run", {"hiso.fingerprint-every": 1})
     assert [row["rebuilt"] for row in run.rows("train")] == [0, 0, 1, 0, 0, 0]
+    assert journal_of(run) == journal_of(straight)
+
+
+def test_a_client_that_lost_its_journal_has_no_vote_in_the_confirmation(
+    tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not trained a second time: what it would answer then names the state before the round."""
+    straight = tiny(tmp_path / "straight", {"hiso.fingerprint-every": 1})
+    shutil.rmtree(tmp_path / "nodes")
+    ask = HiSo.follow_up
+
+    def ask_after_a_loss(self: HiSo, *, enough: bool) -> Any:
+        if self.rounds.report.server_round == 3 and not self.rounds.is_follow_up:
+            shutil.rmtree(nodes(2))
+        return ask(self, enough=enough)
+
+    monkeypatch.setattr(HiSo, "follow_up", ask_after_a_loss)
+    run = tiny(tmp_path / "run", {"hiso.fingerprint-every": 1})
+    rows = run.rows("train")
+    assert [len(row.get("notes", [])) for row in rows] == [0, 0, 1, 1, 0, 0]
+    assert "client 2, confirmation" in rows[2]["notes"][0]
+    assert [row["resent"] for row in rows] == [0, 0, 0, 1, 0, 0]
     assert journal_of(run) == journal_of(straight)
 
 

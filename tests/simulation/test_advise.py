@@ -14,11 +14,11 @@ from fedapps.cli import cli
 from fedapps.client_apps.torch_problem import TorchProblem
 from fedapps.errors import SettingsError
 from fedapps.methods import resolve_settings
+from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization.choose_lambda import LambdaReport, Reason
 from fedapps.personalization.fedclup import Stale
 from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.advise import Advice, advise
-from fedapps.strategies.fedclup import FedClupOptions
 from fedapps.tasks.from_settings import load_task_of
 
 from . import runs
@@ -81,7 +81,7 @@ def test_clients_that_are_alike_are_told_to_share() -> None:
 def test_the_words_follow_the_side_of_the_minimax_rate(reason: Reason, R2: float, match: str) -> None:
     """s2 d / n = 2 * 10 / 20 = 1."""
     report = LambdaReport(0.3, reason, 0.3, R2, 0.01, 1.0, 0.5, 2.0, 20.0, 10, 4)
-    options = FedClupOptions(0.3)
+    options = FedClupSettings(lambda_=0.3)
     assert match in Advice(report, 1.0, 0.5, 4, 4, options).lines()[0]
     assert "no bound" in Advice(report, 1.0, 0.0, 4, 4, options).lines()[-1]
     assert "need not be convex" in Advice(report, 1.0, None, 4, 4, options).lines()[-1]
@@ -92,7 +92,7 @@ def test_r_and_what_stands_against_it_are_distances() -> None:
 
     def finding(R2: float) -> str:
         report = LambdaReport(0.3, Reason.RULE, 0.3, R2, 0.01, 1.0, 0.5, 2.0, 5.0, 10, 4)
-        return Advice(report, 1.0, 0.5, 4, 4, FedClupOptions(0.3)).lines()[0]
+        return Advice(report, 1.0, 0.5, 4, 4, FedClupSettings(lambda_=0.3)).lines()[0]
 
     assert "R = 3, the root mean square distance" in finding(9.0)
     assert "against 2 that a client's own 5 examples leave uncertain" in finding(9.0)
@@ -116,7 +116,7 @@ def test_gamma_follows_the_settings_and_bounds_rounds_only_where_the_theory_does
 ) -> None:
     """L = 2, lambda = 0.3, 2 of 5 clients a round: averaging takes 3.3 where (2/5)(1/0.3 + 1/2) = 1.5 is stable."""
     report = LambdaReport(0.3, Reason.RULE, 0.3, 0.1, 0.01, 1.0, 0.5, 2.0, 20.0, 10, 5)
-    advice = Advice(report, 2.0, 0.5, 5, 2, FedClupOptions(0.3, **own))
+    advice = Advice(report, 2.0, 0.5, 5, 2, FedClupSettings(lambda_=0.3, **own))
     assert advice.gamma == pytest.approx(expected, rel=1e-12)
     assert f"gamma = {expected:.4g}: " in advice.lines()[2]
     assert (advice.num_rounds is not None) is known

@@ -32,7 +32,7 @@ def strategy_of(own: FedClupSettings = OWN, sizes: list[int] = SIZES, **settings
     strategy = FedCLUP(RoundSettings(**settings), own=own)
     strategy.roster.num_partitions = len(sizes)
     strategy.roster.facts = {
-        i: NodeFacts(i, len(sizes), n, fedapps.__version__, "fedclup", "cpu", ()) for i, n in enumerate(sizes)
+        i: NodeFacts(i, len(sizes), n, fedapps.__version__, "fedclup", "cpu", "") for i, n in enumerate(sizes)
     }
     return strategy
 
@@ -193,7 +193,7 @@ def test_a_step_of_plain_averaging_is_warned_of_too() -> None:
 
 def test_a_gamma_that_reuse_of_models_cannot_bear_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"gamma with stale = reuse-models: expected at most 1/lambda = 2"):
-        FedClupSettings(lambda_=0.5, gamma=2.1, stale=Stale.REUSE_MODELS)
+        FedCLUP(own=FedClupSettings(lambda_=0.5, gamma=2.1, stale=Stale.REUSE_MODELS))
     with pytest.raises(SettingsError, match=r"'lambda_': expected .*> 0, got 0\.0"):
         FedClupSettings(lambda_=0.0)
 
