@@ -48,13 +48,20 @@ def reply_of(change: Any, *, shared: float = 0.0, num_examples: int = 1, **metri
     )
 
 
+def take(strategy: FedCLUP, partition: int, reply: RecordDict, model: dict[str, np.ndarray]) -> None:
+    """A reply with the number of examples that the client's node told."""
+    if partition in strategy.roster.facts:
+        reply["metrics"]["num-examples"] = strategy.roster.facts[partition].num_examples
+    strategy.receive(partition, reply, model)
+
+
 def one_round(
     strategy: FedCLUP, replies: dict[int, RecordDict], model: dict[str, np.ndarray] | None = None, number: int = 1
 ) -> dict[str, np.ndarray]:
     model = MODEL if model is None else model
     strategy.rounds.begin(number, model, list(replies))
     for partition, reply in replies.items():
-        strategy.receive(partition, reply, model)
+        take(strategy, partition, reply, model)
     new = strategy.rounds.end()
     assert new is not None
     return new
@@ -144,7 +151,7 @@ def test_a_round_below_the_quorum_changes_no_sum_and_makes_nobody_heard_of(stale
     for s in (strategy, other):
         new = one_round(s, {i: reply_of([1.0, 2.0]) for i in (1, 2)})
     strategy.rounds.begin(2, new, [0, 1])
-    strategy.receive(0, reply_of([4.0, 4.0]), new)
+    take(strategy, 0, reply_of([4.0, 4.0]), new)
     assert strategy.rounds.end() is None
     replies = {0: reply_of([0.5, 0.0]), 2: reply_of([0.0, 0.5])}
     assert one_round(strategy, replies, new, 3)["w"].tobytes() == one_round(other, replies, new, 3)["w"].tobytes()

@@ -336,7 +336,7 @@ MALFORMED: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "another layout than the others": (_relayout(NO_BIAS), "as from the other clients"),
     "a cut that the others do not make": (
         _relayout(Layout((replace(SPEC, cut=3),), LAYOUT.averaged)),
-        "expected 'fc' with fc.weight and fc.bias, 3 rows, block 5 x 5 as from the other clients, got 'fc' with",
+        "expected 'fc' with fc.weight and fc.bias, 3 rows, width 5 as from the other clients, got 'fc' with",
     ),
     "the same parameters under another name": (
         _relayout(Layout((replace(SPEC, layer="fc2"),), LAYOUT.averaged)),

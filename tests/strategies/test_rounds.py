@@ -347,7 +347,8 @@ def test_every_client_is_sampled_equally_often() -> None:
         ({"fraction_train": 0.0}, "'fraction_train': .*> 0 and <= 1, got 0.0"),
         ({"weighting": "equal"}, "'weighting': .*examples, uniform, got 'equal'"),
         ({"on_failure": "ignore"}, "'on_failure': .*tolerate, fail-fast, got 'ignore'"),
-        ({"min_replies": 0}, "'min_replies': .*>= 1, got 0"),
+        ({"min_replies": 0}, "'min_replies': .*> 0, got 0"),
+        ({"min_replies": 2.5}, "'min_replies': .*whole number of clients, got 2.5"),
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, object], match: str) -> None:
