@@ -184,3 +184,41 @@ def test_block_that_fits_passes() -> None:
 def test_block_that_does_not_fit_is_refused(curvature: np.ndarray, product: np.ndarray, message: str) -> None:
     with pytest.raises(MessageError, match=message):
         check_block(Block(LINEAR, curvature, product), "client 3")
+
+
+def _negative(spec: BlockSpec, least: float) -> np.ndarray:
+    """A block of ones whose last eigenvalue is ``least``, packed."""
+    Q, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(spec.width, spec.width)))
+    return pack_upper((Q * np.array([1.0] * (spec.width - 1) + [least])) @ Q.T).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("block", "least"),
+    [
+        (Block(LINEAR, _negative(LINEAR, -0.5), np.zeros((4, 6), np.float32)), "-0.5"),
+        (Block(LINEAR, to_bfloat16(_negative(LINEAR, -0.5)), np.zeros((4, 6), np.float32)), "-0.49"),
+        (Block(LINEAR, np.array([-2.0], np.float32), np.zeros((4, 6), np.float32)), "-2"),
+        (factor_block(LINEAR, factors_of(LINEAR, 2), [-0.3], np.zeros((4, 6)), WireDtype.FLOAT32), "-0.3"),
+    ],
+    ids=["triangle", "bfloat16", "scaled identity", "factor"],
+)
+def test_a_curvature_with_a_negative_eigenvalue_is_refused_when_it_arrives(block: Block, least: str) -> None:
+    """Folded, it would end the round for everybody in the solve."""
+    with pytest.raises(MessageError, match=rf"layer 'fc1', client 3: .*negative eigenvalues, got one of {least}"):
+        check_block(block, "client 3")
+
+
+@pytest.mark.parametrize("dtype", list(WireDtype))
+def test_rounding_does_not_refuse_an_honest_block(dtype: WireDtype) -> None:
+    """One row and no damping: rank one, so rounding leaves eigenvalues a little below zero."""
+    random = np.random.default_rng(5)
+    for _ in range(50):
+        row = random.normal(size=(1, 6)).astype(np.float32) * 10 ** random.uniform(-4, 4)
+        check_block(triangle_block(LINEAR, [row.T @ row], np.zeros((4, 6)), dtype), "client 3")
+    check_block(triangle_block(LINEAR, [np.zeros((6, 6), np.float32)], np.zeros((4, 6)), dtype), "client 3")
+
+
+def test_a_cut_into_a_billion_tiles_is_refused_before_they_are_made() -> None:
+    spec = BlockSpec("fc", ("fc.weight",), rows=1, width=10**9, cut=1)
+    with pytest.raises(MessageError, match="1000000000 tiles"):
+        check_block(Block(spec, np.zeros(1, np.float32), np.zeros((1, 1), np.float32)), "client 3")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapps.results.summary import RunStatus, client_statistics, evaluations_by_round, summarise
+from fedapps.results.summary import RunStatus, add_metrics, client_statistics, evaluations_by_round, summarise
 
 
 def evaluation(server_round: int, validation: float, test: float, **more: Any) -> dict[str, Any]:
@@ -132,3 +132,20 @@ def test_a_metric_counts_only_the_clients_that_have_it() -> None:
     assert found["client-a-weighted"] == 2.5
     assert found["client-b"] == 5.0
     assert client_statistics({}, {}) == {}
+
+
+def test_a_metric_that_is_nowhere_finite_is_left_out_and_a_mean_says_over_how_many_clients_it_is() -> None:
+    """A client whose split holds one class has no AUC."""
+    found = client_statistics(
+        {p: {"auc": math.nan if p == 1 else 0.5 + p, "none": math.nan} for p in range(3)}, {0: 1, 1: 9, 2: 3}
+    )
+    assert found["client-auc"] == pytest.approx((0.5 + 2.5) / 2)
+    assert found["client-auc-weighted"] == pytest.approx((0.5 + 3 * 2.5) / 4)
+    assert found["client-auc-clients"] == 2
+    assert not any("none" in name for name in found)
+
+
+@pytest.mark.parametrize("name", ["round", "lr", "accepted", "payload-up", "folded", "sampled", "phase", "notes"])
+def test_a_clients_metric_takes_no_column_of_the_run(name: str) -> None:
+    row = {"round": 3, "phase": "train", "folded": [0], "lr": 0.1}
+    assert add_metrics(row, {name: 99.0, "train-loss": 0.5}) == {**row, f"metric-{name}": 99.0, "train-loss": 0.5}

@@ -11,11 +11,14 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from typing_extensions import override
 
+import fedapps
 from fedapps.errors import MessageError, RoundFailedError
 from fedapps.messages import Arrays, Records, Reply, pack_arrays
+from fedapps.messages.node_facts import NodeFacts
 from fedapps.messages.schema import payload_bytes
 from fedapps.settings import RoundSettings
 from fedapps.strategies import RoundStrategy
+from fedapps.strategies.base import mean_metrics
 from fedapps.strategies.rounds import FollowUp
 
 from .scripted_grid import FIRST_NODE, Answer, ScriptedGrid, evaluate, seat, train
@@ -385,3 +388,52 @@ def test_a_remark_of_a_kind_is_made_once_a_run(caplog: pytest.LogCaptureFixture)
         strategy.note_once("kind", text)
     strategy.note_once("other", "third")
     assert strategy.rounds.report.notes == ["first", "third"]
+
+
+def facts(partition: int, num_examples: int) -> NodeFacts:
+    return NodeFacts(partition, 3, num_examples, fedapps.__version__, "sum", "cpu", "")
+
+
+def test_a_weight_that_the_node_did_not_tell_is_refused() -> None:
+    strategy = strategy_of()
+    strategy.roster.facts = {p: facts(p, 5) for p in range(3)}
+    grid = ScriptedGrid(lambda p, m: reply(num_examples=10**9 if p == 1 else 5))
+    train(strategy, grid, 1, MODEL)
+    assert strategy.rounds.report.folded == [0, 2]
+    assert "expected the 5 examples that its node told, got 1000000000" in strategy.rounds.report.refused[1]
+
+
+def test_where_the_task_is_known_no_client_says_what_a_buffer_is() -> None:
+    strategy = strategy_of()
+    strategy.trainable = frozenset({"w"})
+
+    def answer(partition: int, message: Message) -> RecordDict:
+        content = reply()
+        if partition == 0:
+            content["buffers"], content["arrays"] = content["arrays"], pack_arrays({})
+        return content
+
+    train(strategy, ScriptedGrid(answer), 1, MODEL)
+    assert strategy.rounds.report.folded == [1, 2]
+    assert "tensor 'w'" in strategy.rounds.report.refused[0]
+
+
+@pytest.mark.parametrize("metrics", [{f"m{i}": 1.0 for i in range(201)}, {"m" * 201: 1.0}], ids=["many", "long"])
+def test_too_many_metrics_are_refused_in_training_and_left_out_in_evaluation(metrics: dict[str, float]) -> None:
+    strategy = strategy_of()
+    grid = ScriptedGrid(lambda p, m: reply(**metrics) if p == 0 else reply())
+    train(strategy, grid, 1, MODEL)
+    assert strategy.rounds.report.folded == [1, 2]
+    assert "expected at most 200 metrics" in strategy.rounds.report.refused[0]
+    assert list(evaluate(strategy, grid, 1, MODEL)[0]) == [1, 2]
+
+
+def test_a_value_that_is_not_finite_spoils_no_mean_and_the_number_of_clients_is_said() -> None:
+    means = mean_metrics(
+        {0: {"a": 1.0, "b": np.nan}, 1: {"a": np.inf, "b": np.nan}, 2: {"a": 4.0, "b": np.nan}}, {0: 1, 1: 5, 2: 2}
+    )
+    assert means["a"] == pytest.approx((1 * 1 + 2 * 4) / 3)
+    assert means["a-clients"] == 2
+    assert np.isnan(means["b"])
+    assert means["b-clients"] == 0
+    assert "a-clients" not in mean_metrics({0: {"a": 1.0}}, {0: 1})

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
+import fedapps
 from fedapps.curvature.blocks import WireDtype, factor_block, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout, to_matrix
 from fedapps.curvature.packing import pack_upper, unpack_upper
 from fedapps.errors import RoundFailedError
+from fedapps.messages.node_facts import NodeFacts
 from fedapps.messages.schema import pack_arrays, payload_bytes, unpack_arrays
 from fedapps.settings import RoundSettings
 from fedapps.strategies import FedAvg, FedPM, LocalNewton
@@ -399,3 +401,48 @@ def test_no_reply_leaves_the_model() -> None:
     strategy.rounds.begin(2, MODEL, [0])
     with pytest.raises(RoundFailedError, match="failure 2 in a row"):
         strategy.rounds.end()
+
+
+def told(strategy: FedPM, layouts: list[Layout]) -> FedPM:
+    """The nodes say in the handshake what they precondition."""
+    strategy.roster.facts = {
+        i: NodeFacts(i, len(layouts), 1, fedapps.__version__, "fedpm", "cpu", layout.to_json())
+        for i, layout in enumerate(layouts)
+    }
+    return strategy
+
+
+def test_the_handshake_is_the_norm_and_not_the_first_reply() -> None:
+    """Client 0, the first in order, cuts its layer; the nine others, which do not, are honest and count."""
+    cut = Layout((replace(SPEC, cut=3),))
+    strange = reply_of(trained(0), curvature(0))
+    strange["layout"]["layout"] = cut.to_json()
+    tiles = [curvature(0)[a, a] for a in replace(SPEC, cut=3).columns]
+    strange["curvature"] = pack_arrays({"fc": np.concatenate([pack_upper(P) for P in tiles]).astype(np.float32)})
+    good = {i: reply_of(trained(i), curvature(i)) for i in range(1, 10)}
+    strategy = told(FedPM(), [cut] + [LAYOUT] * 9)
+    new = mix(strategy, {0: strange, **good})
+    assert strategy.rounds.report.folded == list(range(1, 10))
+    assert "width 5 as most nodes have it, got 'fc'" in strategy.rounds.report.refused[0]
+    without = mix(FedPM(), good)
+    assert all(new[n].tobytes() == v.tobytes() for n, v in without.items())
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["after a handshake", "without one"])
+def test_a_layout_of_a_billion_tiles_is_refused_before_they_are_made(asked: bool) -> None:
+    bomb = reply_of(trained(0), curvature(0))
+    bomb["layout"]["layout"] = Layout((replace(SPEC, rows=1, width=10**9, cut=1),)).to_json()
+    good = {i: reply_of(trained(i), curvature(i)) for i in (1, 2)}
+    strategy = told(FedPM(), [LAYOUT] * 3) if asked else FedPM()
+    mix(strategy, {0: bomb, **good})
+    assert strategy.rounds.report.folded == [1, 2]
+    assert "(1, 1000000000)" in strategy.rounds.report.refused[0]
+
+
+def test_deeply_nested_text_in_place_of_a_layout_is_refused() -> None:
+    deep = reply_of(trained(0), curvature(0))
+    deep["layout"]["layout"] = "[" * 100_000
+    strategy = FedPM()
+    mix(strategy, {0: deep, 1: reply_of(trained(1), curvature(1))})
+    assert "layout" in strategy.rounds.report.refused[0]
+    assert len(strategy.rounds.report.refused[0]) < 1000

@@ -165,3 +165,65 @@ def test_where_every_node_is_refused_nobody_waits() -> None:
     roster = make_roster(node_wait=3600.0)
     with pytest.raises(RosterError, match=r"Refused: node 0: .*got fedapps 0\.0\.1.*; and 4 more\."):
         roster.refresh(FakeGrid(nodes))
+
+
+def test_the_number_of_partitions_is_what_most_nodes_say() -> None:
+    """The node that is wrong connected first; it refuses nobody but itself."""
+    nodes = {
+        1: replace(FACTS, num_partitions=7),
+        **{n: replace(FACTS, partition=n - 2, num_partitions=3) for n in (2, 3, 4)},
+    }
+    roster = refresh(FakeGrid(nodes))
+    assert roster.node_of == {0: 2, 1: 3, 2: 4}
+    assert "expected a partition of 3, got partition-id=0 num-partitions=7" in roster.refused[1]
+
+
+def test_an_absurd_number_of_partitions_is_refused_at_once() -> None:
+    with pytest.raises(RosterError, match="1000000000 partitions"):
+        refresh(FakeGrid({1: replace(FACTS, num_partitions=10**9)}))
+
+
+def test_a_node_that_leaves_queries_without_an_answer_holds_up_two_rounds_at_most() -> None:
+    grid = FakeGrid({1: FACTS, 2: replace(FACTS, partition=1)})
+    roster = refresh(grid)
+    grid.nodes[9] = None
+    for _ in range(5):
+        refresh(grid, roster)
+    assert grid.queried == [1, 2, 9, 9]
+    grid.activated[9] = "2028"  # It has connected anew.
+    refresh(grid, roster)
+    assert grid.queried == [1, 2, 9, 9, 9]
+
+
+class KeyedGrid(FakeGrid):
+    """Nodes with keys: node id -> key."""
+
+    keys: dict[int, bytes]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        for node in super().get_nodes():
+            node.public_key = self.keys[node.node_id]
+            yield node
+
+
+def test_where_nodes_have_keys_the_first_one_keeps_its_partition() -> None:
+    """Also once it is gone: its own restart, with another node id, gets the partition back."""
+    grid = KeyedGrid({1: FACTS, 2: replace(FACTS, partition=1)})
+    grid.keys = {1: b"a", 2: b"b", 3: b"thief", 4: b"a"}
+    roster = refresh(grid)
+    del grid.nodes[1]
+    grid.nodes[3] = FACTS
+    refresh(grid, roster)
+    assert roster.node_of == {1: 2}
+    assert "the key of the node that held this partition first" in roster.refused[3]
+    grid.nodes[4] = FACTS
+    refresh(grid, roster)
+    assert roster.node_of == {0: 4, 1: 2}
+
+
+def test_without_keys_a_setting_says_which_of_two_nodes_stays() -> None:
+    grid = FakeGrid({1: FACTS, 2: replace(FACTS, partition=1), 3: FACTS})
+    roster = Roster(node_wait=0.05, num_clients=0, timeout=0.05, first_stays=True)
+    refresh(grid, roster)
+    assert roster.node_of == {0: 1, 1: 2}
+    assert "held by node 1" in roster.refused[3]

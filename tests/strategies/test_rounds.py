@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapps.errors import CurvatureError, MessageError, RoundFailedError
+from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
 from fedapps.messages.schema import STORE_LOST, Arrays, Reply
 from fedapps.settings import RoundSettings
 from fedapps.strategies.rounds import REASON_LENGTH, FollowUp, Rounds, sample_partitions
@@ -359,3 +359,15 @@ def test_wrong_settings_are_refused(change: dict[str, object], match: str) -> No
 def test_weights() -> None:
     assert RoundSettings().weight(90) == 90.0
     assert RoundSettings(weighting="uniform").weight(90) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("min_replies", "sampled", "quorum"), [(0.2, 10, 2), (0.2, 3, 1), (0.5, 3, 2), (1, 10, 1), (1.0, 10, 1), (7, 10, 7)]
+)
+def test_a_quorum_is_a_number_or_a_share_of_those_asked(min_replies: float, sampled: int, quorum: int) -> None:
+    assert RoundSettings(min_replies=min_replies).quorum(sampled) == quorum
+
+
+def test_a_quorum_that_no_round_can_reach_is_refused_before_anyone_trains() -> None:
+    with pytest.raises(SettingsError, match=r"'min-replies': .*at most the 3 clients .*got 4"):
+        begun(range(3), min_replies=4)

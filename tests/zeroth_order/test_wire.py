@@ -57,6 +57,8 @@ def test_a_scalar_costs_four_bytes_and_settings_that_stay_are_sent_once() -> Non
         ({"lr": 0.1}, "TypeError"),
         ({"mu": [float("nan")] * 2}, "finite"),
         ({"shape": [2]}, "ValueError"),
+        ({"marked": [7], "fingerprints": b"\1" * 32}, "IndexError"),
+        ({"rounds": [2, 10**400]}, "Error"),
         ({"scalars": np.full(12, np.nan, "<f4").tobytes()}, "finite scalars"),
     ],
 )
