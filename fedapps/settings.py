@@ -205,7 +205,7 @@ class Settings(RoundSettings, _Run):
     )
     lr_decay: float = setting(0.99, "factor a round of the exponential schedule", gt=0, le=1)
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
-    compute_threads: int = setting(1, "threads of torch and BLAS in every handler", ge=1)
+    compute_threads: int = setting(1, "threads of torch and BLAS in every handler", ge=1, le=1024)
     partition: Literal["dirichlet", "iid", "classes", "column"] = setting(
         "dirichlet", "how the training data is split: dirichlet, iid, classes (k a client) or column", tuned=True
     )
@@ -235,6 +235,9 @@ class Settings(RoundSettings, _Run):
     method_options: str = setting("", "options of a method of your own, as TOML text")
     run_dir: str = setting("", "absolute path of the run folder; empty = a new one in FEDAPPS_RUNS")
     resume: bool = setting(False, "go on from the checkpoint in run-dir")
+    accept_changes: bool = setting(
+        False, "go on although settings, version, data or journal differ from the checkpoint's"
+    )
     own: Any = Field(None, exclude=True)
     """The settings of the method: an instance of the class that its registry row names, or None.
 
@@ -354,7 +357,7 @@ def _first_fault(cls: type[SettingsModel], error: ValidationError, place: str, p
     field = cls.model_fields.get(name)
     if field is None:
         return _unknown(cls, where, name, cls.model_fields)
-    got, do, choices = repr(value), "", choices_of(field)
+    got, do, choices = f"{value!r:.200}", "", choices_of(field)
     if cause is not None:
         expected, do = (*map(str, cause.args), "", "")[:2]
     elif choices and isinstance(value, str):
@@ -364,7 +367,7 @@ def _first_fault(cls: type[SettingsModel], error: ValidationError, place: str, p
     elif fault["type"].endswith(("_type", "literal_error", "is_instance_of")):
         expected = f"a value of type {kind_of(field).__name__}" + (" or 'auto'" if place and is_tuned(field) else "")
         kind = "float written with an exponent" if isinstance(value, WithExponent) else type(value).__name__
-        got, do = f"{value!r} ({kind})", f"write for example {key} = {_example(field)} ({field.description})"
+        got, do = f"{got} ({kind})", f"write for example {key} = {_example(field)} ({field.description})"
     elif fault["type"] == "missing":
         expected, got = f"a value of type {kind_of(field).__name__}", f"none; it is the {field.description}"
     else:
@@ -465,11 +468,11 @@ def parse_toml_options(setting_name: str, text: str) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text, parse_float=toml_float)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(
             f"setting '{setting_name}'",
             expected="TOML text such as 'name = \"value\"'",
-            got=f"{text!r} ({error})",
+            got=f"{text!r:.200} ({error})",
             do="quote strings and put one option on a line",
         ) from error
 

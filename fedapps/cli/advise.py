@@ -26,4 +26,4 @@ def advise(
         advice = advise_fedclup(values, clients)
         lines = advice.lines() + (["", advice.command(values)] if advice.report.decided else [])
         for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)

@@ -11,10 +11,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from fedapps.errors import FedAppsError, SettingsError
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.settings_file import from_toml
+from fedapps.results.storage import UNREADABLE, fault
 from fedapps.settings import toml_float
 from fedapps.tasks.language.published import MODELS_VARIABLE, models_folder
 
@@ -60,6 +62,7 @@ def gather(
         if value is not None:
             values[key] = str(value.absolute()) if isinstance(value, Path) else value
     values |= {"run-dir": "" if resume is None else str(resume.absolute()), "resume": resume is not None}
+    values["accept-changes"] = options.get("accept-changes", False)
     if values.get("data-dir", "") == "" and os.environ.get("FEDAPPS_DATA"):
         # The engines start other processes, on this machine, that may not get this one's environment.
         values["data-dir"] = str(Path(os.environ["FEDAPPS_DATA"]).absolute())
@@ -72,9 +75,9 @@ def gather(
 def _read_preset(path: Path) -> dict[str, Any]:
     try:
         return dict(from_toml(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except UNREADABLE as error:
         raise SettingsError(
-            f"--config {path}", expected="a TOML file with settings", got=str(error), do="check the path"
+            f"--config {path}", expected="a TOML file with settings", got=fault(error), do="check the path"
         ) from error
 
 
@@ -89,19 +92,29 @@ def parse_value(text: str) -> Any:
     """Read a value in TOML syntax; a bare word is a string."""
     try:
         return tomllib.loads(f"value = {text}", parse_float=toml_float)["value"]
-    except tomllib.TOMLDecodeError:
-        return text  # --set partition=iid
+    except (ValueError, RecursionError):
+        return text  # --set partition=iid; what is no value at all is refused with the setting
 
 
 @contextmanager
 def told() -> Iterator[Console]:
     """Give a console; print the project's own errors, and those of files, as one message, and end with exit code 1."""
-    console = Console()
+    console = plain_console()
     try:
         yield console
     except (FedAppsError, OSError) as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, markup=True)
+        console.print(styled("bold red", type(error).__name__, f": {error}"), soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        console.print("[yellow]stopped[/]; go on with --resume")
+        console.print(styled("yellow", "stopped", "; go on with --resume"))
         raise typer.Exit(130) from None
+
+
+def plain_console() -> Console:
+    """Make a console that takes every text as it is: paths, values and clients' errors may hold brackets."""
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def styled(style: str, word: str, rest: str) -> Text:
+    """Set off the first word of a message."""
+    return Text.assemble((word, style), rest)

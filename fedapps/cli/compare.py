@@ -66,7 +66,7 @@ def compare(
                 progress.update(bar, completed=done, total=total)
                 score = "-" if trial.score is None else f"{trial.score:.4f} at round {trial.score_round}"
                 line = f"{trial.method}  seed {trial.seed}  {trial.place}  {trial.status}  best validation {score}"
-                console.print(line, highlight=False)
+                console.print(line)
 
             result = sweep.compare(
                 common.gather(options, config, set_),
@@ -84,9 +84,9 @@ def compare(
         if result.personal:
             console.print(to_rich(result.personal, "personal models on the clients' own test data"))
         for note in result.notes:
-            console.print(f"[yellow]note[/]: {note}", highlight=False)
+            console.print(common.styled("yellow", "note", f": {note}"))
         for name in ("compare.png", *(["gains.png"] if result.gains else []), "table.md", "compare.json"):
-            console.print(f"{name:<13}{result.folder / name}", highlight=False, soft_wrap=True)
+            console.print(f"{name:<13}{result.folder / name}", soft_wrap=True)
     if any(trial.status != RunStatus.COMPLETED for trial in result.trials if not trial.tuning):
         raise typer.Exit(1)
 

@@ -55,9 +55,9 @@ def replay(
         else:
             replayed = language.replay_model(journal, found, round_)
             path = language.write_model(replayed, out)
-        console.print(f"round        {replayed.round}", highlight=False)
-        console.print(f"fingerprint  {replayed.fingerprint}", highlight=False, soft_wrap=True)
-        console.print(f"model        {path}", highlight=False, soft_wrap=True)
+        console.print(f"round        {replayed.round}")
+        console.print(f"fingerprint  {replayed.fingerprint}", soft_wrap=True)
+        console.print(f"model        {path}", soft_wrap=True)
 
 
 @group.command()
@@ -65,7 +65,7 @@ def show(journal: JournalArgument) -> None:
     """Describe a journal: what the run fixed, then a line a round."""
     with told() as console:
         for line in journals.show(journals.Journal.read(journal)):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 @group.command()
@@ -75,7 +75,7 @@ def verify(journal: JournalArgument, base: VerifyBaseOption = "") -> None:
         found = _base_of(journal, base)
         rounds = replaying.verify(journal, found) if isinstance(found, Path) else language.verify_model(journal, found)
         confirmed = f" and the fingerprints of rounds {', '.join(map(str, rounds))}" if rounds else ""
-        console.print(f"confirmed: the base model{confirmed}", highlight=False, soft_wrap=True)
+        console.print(f"confirmed: the base model{confirmed}", soft_wrap=True)
 
 
 def _base_of(journal: Path, base: str) -> Path | str:
@@ -99,6 +99,6 @@ def _language_model_of(journal: Path, console: Console) -> str | None:
         console.print(
             f"note         '{named.id}', which the journal names as its base, cannot be loaded here: the result is a bare "
             "file of tensors; for a folder that transformers or peft loads give its source with --base",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+            soft_wrap=True,
+        )
     return source

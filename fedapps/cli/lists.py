@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from fedapps.cli.common import plain_console
 from fedapps.methods import METHODS
 from fedapps.tasks import TASKS
 
@@ -59,4 +59,4 @@ def _show_list(rows: list[dict[str, str]], format_: Format) -> None:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    Console().print(table)
+    plain_console().print(table)

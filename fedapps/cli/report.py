@@ -32,7 +32,7 @@ def report(
             plot_run(runs[0], figure)
         else:
             plot_compare(runs, figure, target)
-        console.print(f"figure   {figure}", highlight=False, soft_wrap=True)
+        console.print(f"figure   {figure}", soft_wrap=True)
         if out is not None:
             (out / "table.md").write_text(to_markdown(rows), encoding="utf-8")
             (out / "table.csv").write_text(to_csv(rows), encoding="utf-8")
@@ -52,4 +52,4 @@ def _report_personal(console: Console, runs: list[Run], place: Path, *, write: b
     gains = client_gains(runs)
     if gains:
         plot_gains(gains, place / "gains.png", quantity=rows[0].metric)
-        console.print(f"gains    {place / 'gains.png'}", highlight=False, soft_wrap=True)
+        console.print(f"gains    {place / 'gains.png'}", soft_wrap=True)

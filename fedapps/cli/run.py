@@ -13,13 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedapps.cli import common
+from fedapps.errors import SettingsError
+from fedapps.methods import resolve_settings
 from fedapps.results.plots import plot_run
 from fedapps.results.report import load_run, run_table
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus
 from fedapps.results.tables import RunRow
 from fedapps.results.units import human_bytes, human_seconds
-from fedapps.settings import default_config
 from fedapps.simulation.start import LOG, Ended, Engine, Start, start
 
 SHOWN_METRICS = (
@@ -37,7 +38,7 @@ SHOWN_METRICS = (
 def run(
     method: Annotated[str | None, typer.Option(help="Name of a method, or my_pkg.my_mod:METHOD.")] = None,
     task: common.TaskOption = None,
-    clients: common.ClientsOption = 10,
+    clients: Annotated[int | None, typer.Option(min=1, help="Number of clients.  [default: 10]")] = None,
     rounds: common.RoundsOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of every random draw.")] = None,
     partition: common.PartitionOption = None,
@@ -51,17 +52,21 @@ def run(
     data_dir: common.DataOption = None,
     out: common.OutOption = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to go on with; --rounds is the total.")] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although settings, version, data or journal have changed.")
+    ] = False,
 ) -> None:
     """Train with one method, and write a run folder with metrics, figure and model."""
     options = {
         "method": method, "task": task, "num-server-rounds": rounds, "seed": seed, "partition": partition,
-        "alpha": alpha, "device": device, "data-dir": data_dir,
+        "alpha": alpha, "device": device, "data-dir": data_dir, "accept-changes": accept_changes,
     }  # fmt: skip
     with common.told() as console:
         values = common.gather(options, config, set_, resume)
-        if resume is not None:
-            clients = RunFolder.open(resume).load_checkpoint().num_partitions or clients
-        how = Start(engine=engine, num_clients=clients, workers=workers, superlink=superlink, python_path=[Path.cwd()])
+        num_clients = _num_clients(clients, resume)
+        how = Start(
+            engine=engine, num_clients=num_clients, workers=workers, superlink=superlink, python_path=[Path.cwd()]
+        )
         root = (out or common.DEFAULT_OUT) if not superlink or out else None
         with _progress(console, values) as on_row:
             ended = start(values, how, root, on_row)
@@ -70,9 +75,17 @@ def run(
         raise typer.Exit(1)
 
 
+def _num_clients(given: int | None, resume: Path | None) -> int:
+    before = None if resume is None else RunFolder.open(resume).load_checkpoint(arrays=False).num_partitions
+    if given and before and given != before:
+        do = "leave --clients out: the checkpoint knows it"
+        raise SettingsError(f"--clients at the resume of {resume}", expected=str(before), got=str(given), do=do)
+    return given or before or 10
+
+
 @contextmanager
 def _progress(console: Console, values: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    total = int(values.get("num-server-rounds", default_config({})["num-server-rounds"]))
+    total = resolve_settings(values).num_server_rounds
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(),
@@ -90,9 +103,9 @@ def _progress(console: Console, values: Mapping[str, Any]) -> Iterator[Callable[
                     console.print(f"round {row['round']}, client {partition}: {_last_line(reason)}", style="yellow")
             elif row["phase"] == "evaluate":
                 train = last if last.get("round") == row["round"] else {}
-                console.print(_round_line(row, train), highlight=False, soft_wrap=True)
+                console.print(_round_line(row, train), soft_wrap=True)
             elif any(key in row for key, _ in SHOWN_METRICS):
-                console.print(_round_line(row, {}), highlight=False, soft_wrap=True)
+                console.print(_round_line(row, {}), soft_wrap=True)
 
         yield on_row
 
@@ -113,20 +126,21 @@ def _last_line(text: str) -> str:
 
 def _show_run(console: Console, ended: Ended) -> None:
     if ended.status is not RunStatus.COMPLETED:
-        console.print(f"[bold red]{ended.status}[/]: {ended.reason}", highlight=False)
+        console.print(common.styled("bold red", str(ended.status), f": {ended.reason}"), soft_wrap=True)
+    if ended.note:
+        console.print(common.styled("yellow", "note", f": {ended.note}"), soft_wrap=True)
     if ended.folder is None:
         console.print("The results are on the server; its log says where.")
         return
-    if (ended.folder / "settings.toml").exists():
-        loaded = load_run(ended.folder)
+    loaded = load_run(ended.folder) if (ended.folder / "settings.toml").exists() else None
+    if loaded is not None and loaded.rows:  # Else it was refused before anything was measured.
         console.print(_vertical(run_table([loaded])[0]))
-        if loaded.rows:
-            plot_run(loaded, ended.folder / "plot.png")
-            console.print(f"figure   {ended.folder / 'plot.png'}", highlight=False, soft_wrap=True)
+        plot_run(loaded, ended.folder / "plot.png")
+        console.print(f"figure   {ended.folder / 'plot.png'}", soft_wrap=True)
         if (ended.folder / "model.safetensors").exists():
-            console.print(f"model    {ended.folder / 'model.safetensors'}", highlight=False, soft_wrap=True)
-    console.print(f"log      {ended.folder / LOG}", highlight=False, soft_wrap=True)
-    console.print(f"folder   {ended.folder}", highlight=False, soft_wrap=True)
+            console.print(f"model    {ended.folder / 'model.safetensors'}", soft_wrap=True)
+        console.print(f"folder   {ended.folder}", soft_wrap=True)
+    console.print(f"log      {ended.folder / LOG}", soft_wrap=True)
 
 
 def _vertical(row: RunRow) -> Table:

@@ -124,7 +124,7 @@ def load_object(reference: str, *, what: str) -> Any:
     module, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise SettingsError(
             what,
             expected="an importable module:attribute",

@@ -18,15 +18,16 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedapps.errors import CheckpointError
-from fedapps.results.storage import load_arrays, save_arrays, sync_file, sync_folder
+from fedapps.results.storage import UNREADABLE, fault, load_arrays, save_arrays, sync_file, sync_folder
+from fedapps.settings import Scalar
 
 CURRENT = "checkpoint"
 PREVIOUS = "checkpoint.previous"
@@ -55,6 +56,7 @@ class Checkpoint:
         strategy_arrays: Arrays that the strategy keeps (moments, ...), name -> array.
         strategy_state: What else it keeps, as JSON: string keys; values None, bool, int, float, str, list, dict.
         last_folded: Partition -> last round in which its reply was folded.
+        made_with: What a resume is compared with; None in a checkpoint of a version that did not write it.
     """
 
     server_round: int
@@ -66,6 +68,17 @@ class Checkpoint:
     strategy_arrays: dict[str, np.ndarray]
     strategy_state: dict[str, Any]
     last_folded: dict[int, int]
+    made_with: MadeWith | None = None
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """What a run was made with, as far as its result depends on it."""
+
+    settings: dict[str, Scalar]  # dotted key -> value
+    version: str  # of this package
+    data: dict[str, str]  # name of a part of the data -> SHA-256
+    journal: str  # SHA-256 of the journal's bytes up to the checkpoint's round; of none in methods without one
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -104,6 +117,7 @@ def _state(checkpoint: Checkpoint) -> dict[str, Any]:
         "num-partitions": checkpoint.num_partitions,
         "strategy-state": checkpoint.strategy_state,
         "last-folded": {str(partition): last for partition, last in checkpoint.last_folded.items()},
+        "made-with": None if checkpoint.made_with is None else asdict(checkpoint.made_with),
     }
 
 
@@ -130,7 +144,7 @@ def _promote(folder: Path) -> None:
     """Take steps 2 to 4; ``checkpoint.next/`` is complete."""
     current = folder / CURRENT
     if current.exists():
-        shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
+        _remove(folder / PREVIOUS)
         current.rename(folder / PREVIOUS)
     (folder / NEXT).rename(current)
     sync_folder(folder)
@@ -143,14 +157,23 @@ def _finish_interrupted_save(folder: Path) -> None:
     if _defect(folder / NEXT) is None:
         _promote(folder)
     else:
-        shutil.rmtree(folder / NEXT)
+        _remove(folder / NEXT)
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, whatever somebody may have put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def load_checkpoint(folder: Path, *, arrays: bool = True) -> Checkpoint:
     """Load the complete checkpoint of the latest round; changes nothing on disk.
 
     Args:
         folder: The run folder.
+        arrays: Whether to read its arrays; else they are left empty, for a look at the rest.
 
     Returns:
         The checkpoint, with the order of its arrays.
@@ -159,7 +182,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: No checkpoint is complete; the message says what each one lacks.
     """
     defects = {name: _defect(folder / name) for name in (NEXT, CURRENT, PREVIOUS)}
-    complete = {name: _read_state(folder / name) for name, defect in defects.items() if defect is None}
+    complete = {name: _read(folder / name) for name, defect in defects.items() if defect is None}
     if not complete:
         raise CheckpointError(
             f"run folder {folder}",
@@ -167,10 +190,16 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             got="; ".join(f"{name}: {defects[name]}" for name in (CURRENT, PREVIOUS)),
             do="start a new run: nothing can be resumed from this one",
         )
-    name = max(complete, key=lambda candidate: complete[candidate]["server-round"])
+    name = max(complete, key=lambda candidate: complete[candidate].server_round)
     if defects[CURRENT] is not None:
         _log.warning("%s/%s is not usable (%s); going on from %s/", folder, CURRENT, defects[CURRENT], name)
-    return _assemble(folder / name, complete[name])
+    if not arrays:
+        return complete[name]
+    return replace(
+        complete[name],
+        arrays=load_arrays(folder / name / _ARRAYS),
+        strategy_arrays=load_arrays(folder / name / _STRATEGY),
+    )
 
 
 def read_num_partitions(folder: Path) -> int | None:
@@ -179,9 +208,11 @@ def read_num_partitions(folder: Path) -> int | None:
     Returns:
         The number; None without a checkpoint.
     """
-    paths = [folder / name / _STATE for name in (CURRENT, PREVIOUS)]
-    there = next((path.parent for path in paths if path.is_file()), None)
-    return None if there is None else int(_read_state(there)["num-partitions"])
+    for name in (CURRENT, PREVIOUS):
+        if (folder / name).exists():
+            with suppress(*UNREADABLE):
+                return _read(folder / name).num_partitions
+    return None
 
 
 def _defect(folder: Path) -> str | None:
@@ -193,13 +224,17 @@ def _defect(folder: Path) -> str | None:
         sums = {name: str(manifest[name]) for name in _FILES}
     except FileNotFoundError:
         return f"{_MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return f"{_MANIFEST} cannot be read"
     for name, expected in sums.items():
-        if not (folder / name).exists():
+        if not (folder / name).is_file():
             return f"{name} is missing"
         if _sha256(folder / name) != expected:
             return f"{name} differs from its checksum"
+    try:
+        _read(folder)
+    except UNREADABLE as error:
+        return f"{_STATE} cannot be read ({fault(error)})"
     return None
 
 
@@ -208,20 +243,19 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_state(folder: Path) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    return state
-
-
-def _assemble(folder: Path, state: Mapping[str, Any]) -> Checkpoint:
+def _read(folder: Path) -> Checkpoint:
+    """Read a checkpoint without its arrays."""
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    made_with = state.get("made-with")
     return Checkpoint(
-        server_round=state["server-round"],
-        experiment=state["experiment"],
-        method=state["method"],
-        task=state["task"],
-        num_partitions=state["num-partitions"],
-        arrays=load_arrays(folder / _ARRAYS),
-        strategy_arrays=load_arrays(folder / _STRATEGY),
-        strategy_state=state["strategy-state"],
-        last_folded={int(partition): last for partition, last in state["last-folded"].items()},
+        server_round=int(state["server-round"]),
+        experiment=str(state["experiment"]),
+        method=str(state["method"]),
+        task=str(state["task"]),
+        num_partitions=int(state["num-partitions"]),
+        arrays={},
+        strategy_arrays={},
+        strategy_state=dict(state["strategy-state"]),
+        last_folded={int(partition): int(last) for partition, last in state["last-folded"].items()},
+        made_with=None if made_with is None else MadeWith(**made_with),
     )

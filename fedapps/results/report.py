@@ -22,7 +22,7 @@ ACCURACIES = (
     "client-personal-test-accuracy", "test-accuracy", "validation-accuracy", "client-test-accuracy", "test-f1",
 )  # fmt: skip
 
-NOT_COMPARED = {"seed", "run-dir", "resume", "device", "data-dir"}
+NOT_COMPARED = {"seed", "run-dir", "resume", "accept-changes", "device", "data-dir"}
 """Settings that may differ between runs whose mean is taken."""
 
 

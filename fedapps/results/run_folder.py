@@ -2,7 +2,7 @@
 
 ===========================  ========================================================================================
 ``settings.toml``            the resolved settings
-``environment.json``         versions, processor, device, commit, checksums of the data
+``environment.json``         versions, processor, device, commit, checksums of the data; changes that a resume accepted
 ``metrics.jsonl``            a row a round and phase
 ``ledger.jsonl``             a row a message: bytes by record
 ``clients.jsonl``            a row an evaluation of a client: round, partition, number of examples, metrics
@@ -10,6 +10,7 @@
 ``model.safetensors``        the final model
 ``initial.safetensors``      scalar-only methods: the model before round 1, unless it is a published one
 ``journal.jsonl``            scalar-only methods: the aggregated scalars of every round, from which the model can be rebuilt
+``.lock``                    held, by the kernel, by the process that works on the run
 ``checkpoint/``              the last checkpoint, with ``checkpoint.previous/``; without tensors in scalar-only methods
 ===========================  ========================================================================================
 
@@ -25,9 +26,12 @@ Rows of ``metrics.jsonl`` have ``round``, ``phase`` and ``seconds``, and by phas
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import re
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,12 +48,14 @@ from fedapps.results.storage import (
     append_row,
     from_json,
     load_arrays,
+    read_as,
     read_lines,
     save_arrays,
     sync_file,
     to_json,
     write_atomically,
 )
+from fedapps.results.summary import RunStatus
 from fedapps.settings import Scalar
 
 _LONGEST_PART = 60
@@ -179,6 +185,33 @@ class RunFolder:
         """Path of ``journal.jsonl``."""
         return self.path / "journal.jsonl"
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep others from working on the run; the kernel gives the lock back when this process ends, however it does.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            CheckpointError: Another process works on it.
+        """
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"run folder {self.path}",
+                    expected="a run that no process works on",
+                    got=f"one that process {os.read(descriptor, 20).decode() or 'of another machine'} works on",
+                    do="wait for its end, or end it",
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+            yield
+        finally:
+            os.close(descriptor)
+
     def write_settings(self, settings: Mapping[str, Scalar]) -> None:
         """Write the resolved settings.
 
@@ -194,14 +227,9 @@ class RunFolder:
             What `write_settings` was given.
 
         Raises:
-            CheckpointError: The file is not TOML.
+            CheckpointError: The file is damaged.
         """
-        try:
-            return from_toml(self.settings_path.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise CheckpointError(
-                str(self.settings_path), expected="TOML", got=str(error), do="restore the file"
-            ) from error
+        return read_as(self.settings_path, "settings as TOML", _settings)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Write what the run runs on.
@@ -217,7 +245,7 @@ class RunFolder:
         Returns:
             What `write_environment` was given.
         """
-        return _read_object(self.environment_path)
+        return read_as(self.environment_path, "a JSON object", lambda text: dict(from_json(text)))
 
     def append_metrics(self, row: Row) -> None:
         """Add a row to ``metrics.jsonl``.
@@ -233,7 +261,7 @@ class RunFolder:
         Returns:
             Its rows; none if there is no file yet. A torn last line is left out.
         """
-        return [row for _, row in read_lines(self.metrics_path)]
+        return [row for _, row in read_lines(self.metrics_path, ("round", "phase"))]
 
     def append_ledger(self, row: Row) -> None:
         """Add a row to ``ledger.jsonl``.
@@ -265,7 +293,7 @@ class RunFolder:
         Returns:
             Its rows; none if no client evaluated. A torn last line is left out.
         """
-        return [row for _, row in read_lines(self.clients_path)]
+        return [row for _, row in read_lines(self.clients_path, ("round", "partition", "num-examples"))]
 
     def truncate_after(self, server_round: int) -> None:
         """Go back to the end of a round: remove the rows of later ones, and a torn last line.
@@ -275,11 +303,21 @@ class RunFolder:
         Args:
             server_round: The round from which the run goes on, of its checkpoint.
         """
-        for path in (self.metrics_path, self.ledger_path, self.clients_path, self.journal_path):
-            if path.exists():
-                kept = [line for line, row in read_lines(path) if row.get("round", 0) <= server_round]
-                write_atomically(path, "".join(kept))
+        files = (self.metrics_path, self.ledger_path, self.clients_path, self.journal_path)
+        kept = {
+            path: _lines_until(path, server_round) for path in files if path.exists()
+        }  # All are read before one is cut.
+        for path, lines in kept.items():
+            write_atomically(path, lines)
         self.summary_path.unlink(missing_ok=True)
+
+    def journal_sum(self, server_round: int) -> str:
+        """Give the SHA-256 of the journal up to a round; that of nothing where there is no journal.
+
+        Args:
+            server_round: The last round that counts.
+        """
+        return hashlib.sha256(_lines_until(self.journal_path, server_round).encode()).hexdigest()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``.
@@ -294,8 +332,11 @@ class RunFolder:
 
         Returns:
             The summary; None while the run goes on, or if it was killed.
+
+        Raises:
+            CheckpointError: The file is damaged.
         """
-        return _read_object(self.summary_path) if self.summary_path.exists() else None
+        return read_as(self.summary_path, "a summary as JSON", _summary) if self.summary_path.exists() else None
 
     def write_model(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Write the model.
@@ -343,13 +384,16 @@ class RunFolder:
         """
         checkpoints.save_checkpoint(self.path, checkpoint)
 
-    def load_checkpoint(self) -> Checkpoint:
+    def load_checkpoint(self, *, arrays: bool = True) -> Checkpoint:
         """Load the newest complete checkpoint.
+
+        Args:
+            arrays: Whether to read its arrays; else they are left empty.
 
         Raises:
             CheckpointError: None is complete; the message says what is missing.
         """
-        return checkpoints.load_checkpoint(self.path)
+        return checkpoints.load_checkpoint(self.path, arrays=arrays)
 
     def read_num_clients(self) -> int | None:
         """Read the number of clients, which no setting says.
@@ -364,12 +408,26 @@ def _file_safe(part: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", part)[:_LONGEST_PART].strip("-") or "unnamed"
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(str(path), expected="a JSON object", got=str(error), do="restore or remove it") from error
-    if not isinstance(value, dict):
-        do = "restore or remove it"
-        raise CheckpointError(str(path), expected="a JSON object", got=type(value).__name__, do=do)
-    return value
+def _lines_until(path: Path, server_round: int) -> str:
+    return "".join(line for line, row in read_lines(path) if row.get("round", 0) <= server_round)
+
+
+def _settings(text: str) -> dict[str, Scalar]:
+    settings = from_toml(text)
+    for key, value in settings.items():
+        kind = int if key in ("seed", "num-server-rounds") else (bool, int, float, str)  # The two that a table shows.
+        if not isinstance(value, kind):
+            raise TypeError(f"{key} = {value!r:.40}")
+    return settings
+
+
+def _summary(text: str) -> dict[str, Any]:
+    """Read a summary, and make sure of what tables are made from."""
+    summary = dict(from_json(text))
+    numbers = [summary["rounds"], summary["totals"]["seconds"], *summary["final"].values()]
+    numbers += summary.get("best", {}).values()
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in numbers):
+        raise ValueError("a summary whose numbers are none")
+    if summary["status"] not in list(RunStatus):
+        raise ValueError(f"status = {summary['status']!r:.40}")
+    return summary

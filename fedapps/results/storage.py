@@ -6,12 +6,13 @@ JSON has no ``nan`` and no infinities, so a float that is not finite is written 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,11 @@ Row = dict[str, Any]
 """One line of ``metrics.jsonl`` or ``ledger.jsonl``."""
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What reading a file raises that is damaged in any way: absent, a folder, not UTF-8, of another form, nested too deeply."""
+
+T = TypeVar("T")
 
 _NAMES = "names"
 _PLAIN_KINDS = "biufc"
@@ -81,6 +87,33 @@ def _decode(value: Any) -> Any:
     return value
 
 
+def read_as(path: Path, expected: str, parse: Callable[[str], T]) -> T:
+    """Read a text file.
+
+    Args:
+        path: The file.
+        expected: What it should hold, for the error.
+        parse: Makes the value from its text.
+
+    Returns:
+        The value.
+
+    Raises:
+        CheckpointError: The file is damaged, in whatever way.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except UNREADABLE as error:
+        raise CheckpointError(str(path), expected=expected, got=fault(error), do="restore the file") from error
+
+
+def fault(error: BaseException) -> str:
+    """Say in one line what was wrong with a file."""
+    if isinstance(error, KeyError):
+        return f"no key {error}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def sync_folder(folder: Path) -> None:
     """Make creations and renames in a folder last over a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -121,13 +154,22 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
         file.write((to_json(row) + "\n").encode())
 
 
-def read_lines(path: Path) -> list[tuple[str, Row]]:
+ROW_KEYS: Mapping[str, type | tuple[type, ...]] = {
+    "round": int, "phase": str, "partition": (int, type(None)), "num-examples": int, "seconds": (int, float),
+    "payload-down": int, "payload-up": int, "wire-down": int, "wire-up": int, "lr": (int, float),
+    "train-loss": (int, float), "sampled": list, "folded": list, "refused": dict,
+}  # fmt: skip
+"""Keys of rows that are read back, and their types."""
+
+
+def read_lines(path: Path, keys: Collection[str] = ()) -> list[tuple[str, Row]]:
     """Read the rows of a file, each with its text.
 
     A last line without its end is what a kill leaves: it is not returned.
 
     Args:
         path: The file; none is an empty one.
+        keys: Those of `ROW_KEYS` that each row must have.
 
     Returns:
         ``(text with newline, row)`` in the order of the file.
@@ -137,24 +179,56 @@ def read_lines(path: Path) -> list[tuple[str, Row]]:
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise CheckpointError(str(path), expected="rows of JSON", got=fault(error), do="restore the file") from error
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
     pairs = []
     for number, line in enumerate(lines, start=1):
         try:
             row = from_json(line.decode())
-        except ValueError as error:
-            raise _not_a_row(path, number, str(error)) from error
+        except (ValueError, RecursionError) as error:
+            raise _not_a_row(path, number, fault(error)) from error
         if not isinstance(row, dict):
             raise _not_a_row(path, number, f"a {type(row).__name__}")
+        for key, value in row.items():
+            if key in ROW_KEYS and (not isinstance(value, ROW_KEYS[key]) or isinstance(value, bool)):
+                raise _not_a_row(path, number, f"{key} = {value!r:.40}")
+        for key in keys:
+            if row.get(key) is None:
+                raise _not_a_row(path, number, f"a row without '{key}'")
         pairs.append((line.decode(), row))
     return pairs
 
 
+class GrowingSum:
+    """The SHA-256 of a file that only grows, in time proportional to what is new.
+
+    Args:
+        path: The file; none is an empty one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._sum = hashlib.sha256()
+
+    def hexdigest(self) -> str:
+        """Give the sum of what the file holds now."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                news = file.read()
+            self._offset += len(news)
+            self._sum.update(news)
+        return self._sum.hexdigest()
+
+
 def _not_a_row(path: Path, number: int, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}, line {number}", expected="a JSON object", got=got, do="remove the line or restore the file"
+        f"{path}, line {number}", expected="a row, as a JSON object", got=got, do="remove the line or restore the file"
     )
 
 
@@ -207,6 +281,6 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         with safe_open(path, framework="numpy") as file:
             names = json.loads((file.metadata() or {}).get(_NAMES, "null"))
             return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
-    except SafetensorError as error:
+    except (SafetensorError, *UNREADABLE) as error:
         do = "take a whole copy of it; it may have been cut off"
-        raise CheckpointError(str(path), expected="a safetensors file", got=str(error), do=do) from error
+        raise CheckpointError(str(path), expected="a safetensors file", got=fault(error), do=do) from error

@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = resolve_settings(context.run_config)
     folder = open_run_folder(settings)
     logger.info("run folder: %s", folder.path)
-    with pinned(settings.compute_threads):
+    with folder.locked(), pinned(settings.compute_threads):
         run(grid, settings, folder)
     logger.info("run folder: %s", folder.path)
 

@@ -6,20 +6,22 @@ import secrets
 import time
 from dataclasses import dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
+import fedapps
 from fedapps.compute import choose_device
 from fedapps.errors import CheckpointError, RoundFailedError
 from fedapps.messages.schema import Arrays, pack_arrays
 from fedapps.methods import Method, get_method
-from fedapps.results.checkpoint import Checkpoint
+from fedapps.results.checkpoint import Checkpoint, MadeWith
 from fedapps.results.environment import describe_environment
 from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
+from fedapps.results.storage import GrowingSum, fault
 from fedapps.results.summary import RunStatus, add_metrics, client_statistics, summarise
 from fedapps.results.units import human_bytes, human_seconds
 from fedapps.server_apps.metered_grid import MeteredGrid
@@ -27,11 +29,9 @@ from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import Settings, flatten, learning_rate
 from fedapps.strategies.base import RoundStrategy
 from fedapps.strategies.exchange import exchange
+from fedapps.strategies.rounds import last_line
 from fedapps.tasks.base import Task
 from fedapps.tasks.from_settings import load_task_of
-
-if TYPE_CHECKING:
-    pass
 
 logger = getLogger("flwr")
 
@@ -57,6 +57,8 @@ class _Run:
     rows: list[dict[str, Any]]
     first_round: int
     num_partitions: int | None
+    data: dict[str, str]
+    journal: GrowingSum
 
 
 def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
@@ -68,14 +70,19 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
         folder: The run folder.
 
     Raises:
+        CheckpointError: It cannot be resumed as asked; the folder is as it was.
         FedAppsError: The run failed; the summary in the folder says why.
     """
     rows: list[dict[str, Any]] = []
     state = None
+    resumed: tuple[Checkpoint, list[str]] | None = None
+    if settings.resume:
+        resumed = load_checkpoint(folder, settings, get_method(settings.method), load_task_of(settings))
     try:
-        state = _start(grid, settings, folder, rows)
+        state = _start(grid, settings, folder, rows, resumed)
         for server_round in range(state.first_round, settings.num_server_rounds + 1):
             _one_round(state, server_round)
+        _check_accepted(rows)
         folder.write_model(_model(state, settings.num_server_rounds))
     except BaseException as error:
         status = RunStatus.STOPPED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
@@ -88,25 +95,50 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
     folder.write_summary(summarise(rows, status=RunStatus.COMPLETED, primary=_judged_by(state)))
 
 
+def _check_accepted(rows: list[dict[str, Any]]) -> None:
+    trained = [row for row in rows if row["phase"] == "train"]
+    if not trained or any(row.get("accepted", True) for row in trained):
+        return
+    refused = trained[-1].get("refused", {})
+    raise RoundFailedError(
+        "run",
+        expected="at least one accepted round",
+        got=f"none of {len(trained)}; in the last one "
+        + ("; ".join(f"client {p}: {last_line(reason)}" for p, reason in refused.items()) or "nobody was refused"),
+        do="the model is still the first one: correct the cause and start again",
+    )
+
+
 def _judged_by(state: _Run | None) -> str:
     return Task.metric if state is None else state.task.metric
 
 
-def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[str, Any]]) -> _Run:
+def _start(
+    grid: Grid,
+    settings: Settings,
+    folder: RunFolder,
+    rows: list[dict[str, Any]],
+    resumed: tuple[Checkpoint, list[str]] | None,
+) -> _Run:
     method = get_method(settings.method)
     task = load_task_of(settings)
-    checkpoint = load_checkpoint(folder, settings, method) if settings.resume else None
+    checkpoint, changes = resumed or (None, [])
     experiment = checkpoint.experiment if checkpoint else _new_experiment(settings)
     strategy: RoundStrategy = method.load_strategy().from_settings(settings, experiment)
     flat = flatten(settings, method.group)
     folder.write_settings(flat)
     logger.info("settings: %s", " ".join(f"{key}={value!r}" for key, value in flat.items()))
-    folder.write_environment(describe_environment(device=settings.device, data_checksums=task.checksums()))
+    data = task.checksums()
+    environment = describe_environment(device=settings.device, data_checksums=data)
+    if checkpoint:
+        environment |= _accepted_changes(folder, checkpoint, changes)
+    folder.write_environment(environment)
     arrays = task.initial_arrays(settings.seed)
     strategy.check_model(arrays)
     state = _Run(
         grid=MeteredGrid(grid), settings=settings, method=method, folder=folder, task=task, strategy=strategy,
-        experiment=experiment, arrays=arrays, rows=rows, first_round=1, num_partitions=None,
+        experiment=experiment, arrays=arrays, rows=rows, first_round=1, num_partitions=None, data=data,
+        journal=GrowingSum(folder.journal_path),
     )  # fmt: skip
     if checkpoint:
         _take_back(state, checkpoint)
@@ -116,6 +148,15 @@ def _start(grid: Grid, settings: Settings, folder: RunFolder, rows: list[dict[st
     else:
         _evaluate(state, 0)
     return state
+
+
+def _accepted_changes(folder: RunFolder, checkpoint: Checkpoint, changes: list[str]) -> dict[str, Any]:
+    """Give the run's record of what resumes have changed, with what this one does."""
+    known = folder.read_environment().get("accepted-changes", []) if folder.environment_path.exists() else []
+    if changes:
+        logger.warning("accepted changes after round %d: %s", checkpoint.server_round, "; ".join(changes))
+        known = [*known, {"after-round": checkpoint.server_round, "changes": changes}]
+    return {"accepted-changes": known} if known else {}
 
 
 def _model(state: _Run, server_round: int) -> Arrays:
@@ -145,8 +186,16 @@ def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
     state.rows.extend(state.folder.read_metrics())
     state.first_round = checkpoint.server_round + 1
     state.num_partitions = checkpoint.num_partitions
-    state.strategy.load_state(checkpoint.strategy_state, checkpoint.last_folded)
-    state.strategy.load_state_arrays(checkpoint.strategy_arrays)
+    try:
+        state.strategy.load_state(checkpoint.strategy_state, checkpoint.last_folded)
+        state.strategy.load_state_arrays(checkpoint.strategy_arrays)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"resume of {state.folder.path}",
+            expected=f"the state of method '{state.settings.method}' in the checkpoint",
+            got=fault(error),
+            do="restore the checkpoint that belongs to the run",
+        ) from error
     logger.info("resumed after round %d of %s", checkpoint.server_round, state.folder.path)
 
 
@@ -308,6 +357,12 @@ def _checkpoint(state: _Run, server_round: int) -> Checkpoint:
         strategy_arrays=state.strategy.state_arrays(),
         strategy_state=state.strategy.state(),
         last_folded=state.strategy.rounds.last_folded,
+        made_with=MadeWith(
+            settings=flatten(state.settings, state.method.group),
+            version=fedapps.__version__,
+            data=state.data,
+            journal=state.journal.hexdigest(),
+        ),
     )
 
 

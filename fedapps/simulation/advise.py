@@ -34,7 +34,7 @@ from fedapps.tasks.from_settings import load_task_of
 EPS = 1e-6
 """Final over initial distance to the solution that the number of rounds is for."""
 
-NOT_IN_COMMAND = {"method", "task", "run-dir", "resume", "fedclup.lambda", "fedclup.adaptive"}
+NOT_IN_COMMAND = {"method", "task", "run-dir", "resume", "accept-changes", "fedclup.lambda", "fedclup.adaptive"}
 """Settings that the recommended command says otherwise, or not at all."""
 
 

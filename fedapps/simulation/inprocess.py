@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from logging import getLogger
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
@@ -30,8 +31,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from typing_extensions import override
 
 from fedapps.methods import load_object
-from fedapps.simulation.worker_pool import worker_pool
+from fedapps.simulation.worker_pool import kill_pool, worker_pool
 from fedapps.strategies.exchange import GridWrapper, exchange
+
+logger = getLogger("flwr")
 
 FIRST_NODE = 1000
 """Node ids are FIRST_NODE + N - 1 - partition: their order is not the partitions' order, as under Flower."""
@@ -71,6 +74,7 @@ def run_client(client_app: str, message: bytes, context: bytes) -> tuple[bytes, 
 class _Task:
     message: Message
     future: Future[tuple[bytes, bytes]] | None = None
+    asked: bool = False  # whether somebody has looked for the reply
 
 
 class InProcessGrid(Grid):
@@ -80,7 +84,8 @@ class InProcessGrid(Grid):
         num_clients: Number of nodes; node of partition ``i`` has ``partition-id = i``.
         run_config: Run config that the nodes see.
         client_app: ``module:attribute`` of the ClientApp.
-        workers: Worker processes; 0 runs clients in this process, when their reply is pulled.
+        workers: Worker processes; 0 runs clients in this process, when their reply is pulled. Only a client in a worker
+            process can be given up: it is ended when the next messages go out, or the run is over.
     """
 
     def __init__(
@@ -93,7 +98,8 @@ class InProcessGrid(Grid):
     ) -> None:
         self._client_app = client_app
         self._tasks: dict[str, _Task] = {}
-        self._pool = worker_pool(workers) if workers else None
+        self._workers = min(workers, num_clients)
+        self._pool = worker_pool(self._workers) if workers else None
         self._run = Run.create_empty(run_id=1)
         self._contexts = {
             FIRST_NODE + num_clients - 1 - partition: Context(
@@ -111,10 +117,27 @@ class InProcessGrid(Grid):
         """Node id -> partition id."""
         return {node_id: int(c.node_config["partition-id"]) for node_id, c in self._contexts.items()}
 
-    def close(self) -> None:
-        """Stop the worker processes."""
+    def close(self) -> list[int]:
+        """Stop the worker processes; a client that is still busy is ended.
+
+        Returns:
+            Partitions of the clients that were busy.
+        """
+        busy = self._give_up(list(self._tasks))
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        return busy
+
+    def _give_up(self, message_ids: Iterable[str]) -> list[int]:
+        """Forget messages; clients that are busy with them are ended, and their processes with them."""
+        tasks = [self._tasks.pop(message_id) for message_id in message_ids]
+        late = [t for t in tasks if t.future is not None and not t.future.cancel() and not t.future.done()]
+        busy = sorted({self.partitions[task.message.metadata.dst_node_id] for task in late})
+        if busy and self._pool is not None:
+            logger.warning("still busy when nobody waited any more, and ended: client %s", ", ".join(map(str, busy)))
+            kill_pool(self._pool)
+            self._pool = worker_pool(self._workers)
+        return busy
 
     @override
     def set_run(self, run: Run) -> None:
@@ -141,7 +164,8 @@ class InProcessGrid(Grid):
 
     @override
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Take messages; worker processes start on them at once."""
+        """Take messages; worker processes start on them at once. Replies that were looked for and did not come are given up."""
+        self._give_up([message_id for message_id, task in self._tasks.items() if task.asked])
         ids = []
         for message in messages:
             message_id = str(uuid.uuid4())
@@ -170,6 +194,8 @@ class InProcessGrid(Grid):
             if task is not None and (task.future is None or task.future.done()):
                 del self._tasks[message_id]
                 replies.append(self._answer(task))
+            elif task is not None:
+                task.asked = True
         return replies
 
     def _answer(self, task: _Task) -> Message:
@@ -261,7 +287,7 @@ def run_inprocess(
     workers: int = 0,
     faults: Mapping[tuple[int, int], Fault] | None = None,
     late: Sequence[int] = (),
-) -> None:
+) -> list[int]:
     """Run the ServerApp on an in-process grid.
 
     Args:
@@ -270,6 +296,9 @@ def run_inprocess(
         workers: Worker processes; 0 runs clients in this process.
         faults: ``(round, partition)`` -> fault to inject.
         late: Partitions whose replies come last.
+
+    Returns:
+        Partitions of the clients that were still busy at the end, and were ended.
 
     Raises:
         FedAppsError: The run failed.
@@ -283,4 +312,5 @@ def run_inprocess(
     try:
         server_app(grid, context)
     finally:
-        inner.close()
+        busy = inner.close()
+    return busy

@@ -26,6 +26,10 @@ from fedapps.simulation.processes import CONNECTION, SuperLink
 
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 60.0  # how long a SuperLink may be out of reach
+_GRACE_SECONDS = 15.0  # how long the engine may take to end once the server app has ended
+
+BUSY = "a client was still busy"
+"""Details of a run that is over although its engine has not ended."""
 
 Poll = Callable[[], None]
 
@@ -49,6 +53,7 @@ class Outcome:
     run_id: str  # Flower's
     details: str  # the exception's text of a run that failed, else ""
     log_tail: str  # last lines of the run's log, without colours
+    busy: bool = False  # whether a client was still busy when the server app had ended, and was ended
 
 
 def run_simulation(
@@ -60,6 +65,7 @@ def run_simulation(
     python_path: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     on_poll: Poll | None = None,
+    ending: Callable[[], str | None] | None = None,
     log_path: Path | None = None,
     components: Components | None = None,
 ) -> Outcome:
@@ -75,6 +81,8 @@ def run_simulation(
         python_path: Folders from which tasks are imported.
         environment: Further variables for server app and workers.
         on_poll: Called about once a second while the run goes on.
+        ending: How the server app has ended (a `RunStatus`), or None while it goes on. The engine itself ends only with
+            the last client, so that one that hangs would keep it for ever.
         log_path: The run's log, added to the file while it grows; that of the SuperLink is
             ``superlink.log`` beside it.
         components: The two apps; by default those of this package.
@@ -100,7 +108,7 @@ def run_simulation(
         log_path = log_path or superlink.folder / "run.log"
         try:
             run_id = cli.submit(app_folder, federation)
-            info = _watch(cli, run_id, log_path, on_poll, superlink.check)
+            info = _watch(cli, run_id, log_path, on_poll, superlink.check, ending)
         except LaunchError:
             superlink.check()  # Where the SuperLink has ended, that is the cause to name.
             raise
@@ -152,9 +160,17 @@ def run_on_superlink(
         return _outcome(run_id, info, log_path)
 
 
-def _watch(cli: FlowerCli, run_id: str, log_path: Path, on_poll: Poll | None, check: Poll | None) -> RunInfo:
+def _watch(
+    cli: FlowerCli,
+    run_id: str,
+    log_path: Path,
+    on_poll: Poll | None,
+    check: Poll | None,
+    ending: Callable[[], str | None] | None = None,
+) -> RunInfo:
     """Follow a run to its end; `check` raises when waiting has no point any more."""
-    last_contact = time.monotonic()
+    lost_since: float | None = None
+    ended_since: float | None = None
     earlier = log_path.stat().st_size if log_path.exists() else 0  # of the run that is resumed
     while True:
         with cli.follow(run_id, log_path, earlier) as stream:
@@ -165,20 +181,27 @@ def _watch(cli: FlowerCli, run_id: str, log_path: Path, on_poll: Poll | None, ch
                     check()
                 if on_poll is not None:
                     on_poll()
+                if ending is not None and (status := ending()) is not None:
+                    ended_since = ended_since or time.monotonic()
+                    if time.monotonic() - ended_since > _GRACE_SECONDS:
+                        return RunInfo(f"finished:{status}", BUSY)
         try:
             info = cli.info(run_id)
         except LaunchError:
-            if time.monotonic() - last_contact > _PATIENCE_SECONDS:
+            # Patience begins when contact is lost, however long the run has gone on by then.
+            lost_since = lost_since or time.monotonic()
+            if time.monotonic() - lost_since > _PATIENCE_SECONDS:
                 raise
         else:
             if info.finished:
                 return info
-            last_contact = time.monotonic()
+            lost_since = None
         time.sleep(_POLL_SECONDS)
 
 
 def _outcome(run_id: str, info: RunInfo, log_path: Path) -> Outcome:
-    return Outcome(RunStatus(info.ending), run_id, info.details, log_tail(log_path))
+    busy = info.details == BUSY
+    return Outcome(RunStatus(info.ending), run_id, "" if busy else info.details, log_tail(log_path), busy)
 
 
 def _require_ray() -> None:
@@ -193,11 +216,11 @@ def _require_ray() -> None:
 
 def _federation_config(num_clients: int, actors: int | None, gpus_per_actor: float) -> str:
     if actors is None:
-        actors = min(len(os.sched_getaffinity(0)), num_clients)
+        actors = len(os.sched_getaffinity(0))
     pairs = {
         "num-supernodes": num_clients,
         "client-resources-num-cpus": 1,
-        "init-args-num-cpus": actors,
+        "init-args-num-cpus": min(actors, num_clients),
     }
     text = " ".join(f"{key}={value}" for key, value in pairs.items())
     return f"{text} client-resources-num-gpus={gpus_per_actor}" if gpus_per_actor else text
@@ -210,8 +233,8 @@ def _require_connection(name: str, environment: Mapping[str, str]) -> None:
     with suppress(FileNotFoundError):
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink")
-        except tomllib.TOMLDecodeError as error:
-            raise LaunchError(f"{path}: expected TOML, got: {error}; correct the file") from error
+        except (ValueError, RecursionError) as error:
+            raise LaunchError(str(path), expected="TOML", got=str(error), do="correct the file") from error
     entries = table.items() if isinstance(table, dict) else ()
     remote = {key: entry for key, entry in entries if _is_remote(entry)}
     if name not in remote:

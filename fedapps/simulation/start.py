@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fedapps.errors import FedAppsError, LaunchError
+from fedapps.compute import choose_device
+from fedapps.errors import CheckpointError, FedAppsError, LaunchError
 from fedapps.methods import get_method, resolve_settings
 from fedapps.results.run_folder import RunFolder
+from fedapps.results.storage import from_json
 from fedapps.results.summary import RunStatus, summarise
-from fedapps.settings import Scalar, flatten
+from fedapps.server_apps.resume import load_checkpoint
+from fedapps.settings import AUTO, Scalar, Settings, default_config, flatten
 from fedapps.simulation.inprocess import run_inprocess
 from fedapps.simulation.launcher import run_on_superlink, run_simulation
+from fedapps.tasks.from_settings import load_task_of
 
 LOG = "flower.log"
 """The log of a run, in its folder."""
 
 TAIL_SECONDS = 0.5
 """Seconds between two looks at the rows of a run that goes on."""
+
+
+STILL_BUSY = "{} was still busy after the last round, and was ended"
 
 
 class Engine(StrEnum):
@@ -43,7 +50,9 @@ class Start:
 
     engine: Engine = Engine.SIMULATION  # where clients run
     num_clients: int = 10  # number of clients; a SuperLink's nodes say it themselves
-    workers: int | None = None  # worker processes (in-process: 0 = this process; simulation: None = one a core)
+    # Worker processes. Simulation: None = one a core. In-process: 0 = this process, whose clients no time-out can end;
+    # None = one where round-timeout is set, else 0.
+    workers: int | None = None
     superlink: str = ""  # name of a SuperLink connection, instead of an engine
     python_path: Sequence[Path] = ()  # folders from which tasks and methods of one's own are imported
 
@@ -55,6 +64,7 @@ class Ended:
     status: RunStatus
     reason: str  # why, if it was not completed
     folder: Path | None  # its run folder; None if it lies on another machine
+    note: str = ""  # what else there is to say
 
 
 OnRow = Callable[[dict[str, Any]], None]
@@ -80,23 +90,54 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
     """
     settings = resolve_settings(run_config)
     config = flatten(settings, get_method(settings.method).group)
-    if settings.resume:
-        folder: RunFolder | None = RunFolder.open(Path(settings.run_dir))
+    folder = RunFolder.open(Path(settings.run_dir)) if settings.resume else None
+    if not how.superlink:
+        _check_here(settings, how, folder)
+    before, done = None, None
+    if folder is not None:
+        before, done = folder.read_summary(), folder.load_checkpoint(arrays=False).server_round
     elif root is not None:
         folder = RunFolder.create(root.absolute(), method=settings.method, task=settings.task, seed=settings.seed)
-    else:
-        folder = None
     if folder is not None:
         config["run-dir"] = str(folder.path)
-    tail = Tail(folder, on_row, skip=settings.resume)
+    tail = Tail(folder, on_row, after=done)
     try:
         with _signals_interrupt():
-            return _in_engine(config, how, folder, tail, settings.device)
+            return _in_engine(config, how, folder, tail, before)
     except KeyboardInterrupt:
-        # The server's process was ended and left no word of its own.
-        if folder is not None and folder.settings_path.exists():
-            folder.write_summary(summarise(folder.read_metrics(), status=RunStatus.STOPPED, reason="interrupted"))
+        if folder is not None:
+            _note_stop(folder)
         raise
+    except LaunchError as error:
+        raise LaunchError(f"{error}{_how_to_go_on(folder)}") from error
+    finally:
+        if folder is not None and not any(folder.path.iterdir()):
+            folder.path.rmdir()
+
+
+def _check_here(settings: Settings, how: Start, folder: RunFolder | None) -> None:
+    """Refuse what cannot work on this machine, before anything is made or started."""
+    if settings.device != AUTO:
+        choose_device(settings.device)
+    task = load_task_of(settings)
+    task.client_data(0, how.num_clients)  # It says what is wrong with the data, or with so many clients.
+    if folder is not None:
+        load_checkpoint(folder, settings, get_method(settings.method), task, arrays=False)
+        with folder.locked():
+            pass  # The server app takes the lock, in a process of its own.
+
+
+def _note_stop(folder: RunFolder) -> None:
+    """Note an interrupt where the server's process was ended and left no word of its own."""
+    if folder.settings_path.exists() and folder.read_summary() is None:
+        with suppress(CheckpointError), folder.locked():
+            folder.write_summary(summarise(folder.read_metrics(), status=RunStatus.STOPPED, reason="interrupted"))
+
+
+def _how_to_go_on(folder: RunFolder | None) -> str:
+    if folder is None or folder.read_num_clients() is None:
+        return ""
+    return f"\nits last checkpoint is whole; go on with: fedapps run --resume {folder.path}"
 
 
 @contextmanager
@@ -118,24 +159,30 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _in_engine(config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail, device: str) -> Ended:
+Summary = dict[str, Any] | None
+
+
+def _in_engine(config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail, before: Summary) -> Ended:
+    """Run; `before` is the summary of the part that is gone on with."""
     if how.superlink:
-        return _on_superlink(config, how, folder, tail)
+        return _on_superlink(config, how, folder, tail, before)
     if folder is None:
         raise LaunchError("a run on this machine needs a folder for its results: give one with --out")
     if how.engine is Engine.INPROCESS:
-        return _inprocess(config, how, folder, tail)
+        return _inprocess(config, how, folder, tail, before)
     outcome = run_simulation(
         config,
         num_clients=how.num_clients,
         actors=how.workers or None,
-        gpus_per_actor=_gpu_share(device, how),
+        gpus_per_actor=_gpu_share(str(config["device"]), how),
         python_path=how.python_path,
         on_poll=tail.look,
+        ending=lambda: (_word(folder, before) or {}).get("status"),
         log_path=folder.path / LOG,
     )
     tail.look()
-    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail)
+    note = STILL_BUSY.format("a client") if outcome.busy else ""
+    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before, note)
 
 
 def _gpu_share(device: str, how: Start) -> float:
@@ -143,7 +190,9 @@ def _gpu_share(device: str, how: Start) -> float:
     return 1.0 / max(1, how.workers or 1) if device.startswith("cuda") else 0.0
 
 
-def _on_superlink(config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail) -> Ended:
+def _on_superlink(
+    config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail, before: Summary
+) -> Ended:
     outcome = run_on_superlink(
         config,
         connection=how.superlink,
@@ -152,25 +201,35 @@ def _on_superlink(config: dict[str, Scalar], how: Start, folder: RunFolder | Non
         log_path=folder.path / LOG if folder else None,
     )
     tail.look()
-    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail)
+    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before)
 
 
-def _inprocess(config: dict[str, Scalar], how: Start, folder: RunFolder, tail: Tail) -> Ended:
-    status, reason = RunStatus.COMPLETED, ""
+def _inprocess(config: dict[str, Scalar], how: Start, folder: RunFolder, tail: Tail, before: Summary) -> Ended:
+    status, reason, busy = RunStatus.COMPLETED, "", []
+    waits = config["round-timeout"] != default_config({})["round-timeout"]
+    workers = int(waits) if how.workers is None else how.workers
     with logged_to(folder.path / LOG), tail.running():
         try:
-            run_inprocess(config, how.num_clients, workers=how.workers or 0)
+            busy = run_inprocess(config, how.num_clients, workers=workers)
         except FedAppsError as error:
             status, reason = RunStatus.FAILED, f"{type(error).__name__}: {error}"
-    return _ended(folder, status, reason)
+    clients = "client " + ", ".join(map(str, busy))
+    return _ended(folder, status, reason, before, STILL_BUSY.format(clients) if busy else "")
 
 
-def _ended(folder: RunFolder | None, status: RunStatus, reason: str) -> Ended:
+def _word(folder: RunFolder, before: Summary) -> Summary:
+    """Give the server's own word on how the run ended: its summary, unless that is of an earlier part of the run."""
+    summary = folder.read_summary()
+    return None if summary == before else summary
+
+
+def _ended(folder: RunFolder | None, status: RunStatus, reason: str, before: Summary, note: str = "") -> Ended:
+    if status is RunStatus.COMPLETED:
+        return Ended(status, "", folder.path if folder else None, note)
     # The server's own word is the more precise one, but a server that was killed left none.
-    summary = folder.read_summary() if folder is not None else None
-    if summary is not None and status is not RunStatus.COMPLETED:
-        reason = str(summary.get("reason", reason))
-    return Ended(status, "" if status is RunStatus.COMPLETED else reason, folder.path if folder else None)
+    word = _word(folder, before) if folder is not None else None
+    reason = str(word.get("reason", reason)) if word else reason + _how_to_go_on(folder)
+    return Ended(status, reason, folder.path if folder else None, note)
 
 
 class Tail:
@@ -179,27 +238,31 @@ class Tail:
     Args:
         folder: The run folder; None reads nothing.
         on_row: Called with every new row.
-        skip: Leave out the rows that are there already.
+        after: The round after which a run is gone on with. A resume writes the file anew, without later rows and without
+            the torn line that a kill leaves; until then it holds nothing new.
     """
 
-    def __init__(self, folder: RunFolder | None, on_row: OnRow | None, *, skip: bool) -> None:
+    def __init__(self, folder: RunFolder | None, on_row: OnRow | None, *, after: int | None = None) -> None:
         self._path = folder.metrics_path if folder is not None and on_row is not None else None
         self._on_row = on_row
-        self._offset = self._path.stat().st_size if skip and self._path is not None and self._path.exists() else 0
+        self._after = -1 if after is None else after
+        self._offset = 0
+        self._old = self._path.stat().st_ino if after is not None and self._path and self._path.exists() else None
 
     def look(self) -> None:
         """Read the new rows."""
         if self._path is None or self._on_row is None or not self._path.exists():
             return
-        # A resume cuts the rows of an unfinished round off first.
-        self._offset = min(self._offset, self._path.stat().st_size)
         with self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino == self._old:
+                return
             file.seek(self._offset)
             lines = file.read().split(b"\n")
         for line in lines[:-1]:
             self._offset += len(line) + 1
-            if line.strip():
-                self._on_row(json.loads(line))
+            row = from_json(line.decode())
+            if row["round"] > self._after:
+                self._on_row(row)
 
     @contextmanager
     def running(self) -> Iterator[None]:

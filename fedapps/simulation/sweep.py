@@ -37,7 +37,7 @@ from fedapps.tasks.base import Task
 NOTE_LENGTH = 120
 """Characters of a failed run's reason in a note; the whole reason is in its trial."""
 
-OF_ONE_MACHINE = ("data-dir", "run-dir", "resume")
+OF_ONE_MACHINE = ("data-dir", "run-dir", "resume", "accept-changes")
 """Settings that mean nothing elsewhere, and are left out of a record."""
 
 Point = Mapping[str, Scalar]
@@ -319,7 +319,7 @@ def _write(
         "gains": comparison.gains,
         "trials": [asdict(trial) for trial in comparison.trials],
         "curves": [{"method": run.method, "seed": run.settings["seed"], **curves_of(run)} for run in runs],
-        "environment": json.loads((runs[0].path / "environment.json").read_text(encoding="utf-8")),
+        "environment": RunFolder.open(runs[0].path).read_environment(),
     }
     (folder / "compare.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(_markdown(comparison, run_config), encoding="utf-8")

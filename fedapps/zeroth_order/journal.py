@@ -162,7 +162,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
     try:
         row = json.loads(line, parse_constant=refuse)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(where, str(error)) from None
     if not isinstance(row, dict):
         raise _unreadable(where, f"a {type(row).__name__}")
@@ -453,6 +453,8 @@ def _bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise JournalError(str(path), expected="a journal", got="no file", do="check the path") from None
+    except OSError as error:
+        raise JournalError(str(path), expected="a journal", got=str(error), do="restore the file from a copy") from None
 
 
 def _read(data: bytes, where: str) -> tuple[Journal, int]:

@@ -88,8 +88,9 @@ def test_settings_environment_summary_and_model_come_back(folder: RunFolder) -> 
     folder.write_environment({"python": "3.11", "packages": {"numpy": "2"}})
     assert folder.read_environment() == {"python": "3.11", "packages": {"numpy": "2"}}
     assert folder.read_summary() is None
-    folder.write_summary({"status": "failed", "final": {"test-loss": math.inf}})
-    assert folder.read_summary() == {"status": "failed", "final": {"test-loss": math.inf}}
+    summary = {"status": "failed", "rounds": 2, "final": {"test-loss": math.inf}, "totals": {"seconds": 1.5}}
+    folder.write_summary(summary)
+    assert folder.read_summary() == summary
     arrays = {"w": np.ones((2, 2), np.float32), "n": np.array(4)}
     folder.write_model(arrays)
     back = folder.read_model()
@@ -103,11 +104,11 @@ def test_files_that_cannot_be_read_are_named(folder: RunFolder) -> None:
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors, got a run without a final model"):
         folder.read_model()
     folder.settings_path.write_text("lr = = 1")
-    with pytest.raises(CheckpointError, match=r"settings\.toml: expected TOML"):
+    with pytest.raises(CheckpointError, match=r"settings\.toml: expected settings as TOML"):
         folder.read_settings()
     for text in ("{", "[]"):
         folder.summary_path.write_text(text)
-        with pytest.raises(CheckpointError, match=r"summary\.json: expected a JSON object"):
+        with pytest.raises(CheckpointError, match=r"summary\.json: expected a summary as JSON"):
             folder.read_summary()
 
 

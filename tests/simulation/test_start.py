@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import signal
@@ -169,26 +168,35 @@ def test_wrong_settings_and_a_run_without_a_place_start_nothing(tmp_path: Path) 
 # Rows and log --------------------------------------------------------------------------------------------
 
 
-def test_rows_are_read_once_whole_and_from_the_end_of_what_was_there(tmp_path: Path) -> None:
+def test_rows_are_read_once_and_whole(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, method="fedavg", task="digits", seed=0)
-    folder.metrics_path.write_text('{"round": 1}\n')
-    everything: list[Any] = []
-    news: list[Any] = []
-    tails = [Tail(folder, everything.append, skip=False), Tail(folder, news.append, skip=True)]
-    for text in ('{"round": 2}\n{"rou', 'nd": 3}\n', ""):
+    rows: list[Any] = []
+    tail = Tail(folder, rows.append)
+    for text in ("", '{"round": 1}\n', '{"round": 2}\n{"rou', 'nd": 3}\n', ""):
         with folder.metrics_path.open("a") as file:
             file.write(text)
-        for tail in tails:
-            tail.look()
-    assert everything == [{"round": n} for n in (1, 2, 3)]
-    assert news == [{"round": n} for n in (2, 3)]
-    # A resume cuts rows off; what is written in their place is new.
-    folder.metrics_path.write_text(json.dumps({"round": 1}) + "\n")
-    tails[1].look()
+        tail.look()
+    assert rows == [{"round": n} for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "left", ['{"round": 2, "torn', '{"round": 2, "phase": "train", "old": "' + "x" * 99 + '"}\n{"ro']
+)
+def test_a_resume_after_a_kill_is_read_from_the_row_after_its_checkpoint(tmp_path: Path, left: str) -> None:
+    """The rows that a resume cuts off are not new, and those that grow beyond their place are read from their beginning."""
+    folder = RunFolder.create(tmp_path, method="fedavg", task="digits", seed=0)
+    folder.append_metrics({"round": 1, "phase": "train"})
     with folder.metrics_path.open("a") as file:
-        file.write('{"round": 2, "again": true}\n')
-    tails[1].look()
-    assert news[2:] == [{"round": 2, "again": True}]
+        file.write(left)
+    rows: list[Any] = []
+    tail = Tail(folder, rows.append, after=1)
+    tail.look()
+    folder.truncate_after(1)
+    news = [{"round": n, "phase": "evaluate", "loss": 0.25} for n in (2, 3, 4)]
+    for row in news:
+        folder.append_metrics(row)
+    tail.look()
+    assert rows == news
 
 
 def test_flowers_log_goes_to_the_file_and_comes_back(tmp_path: Path) -> None:
