@@ -228,7 +228,7 @@ class GrowingSum:
 
 def _not_a_row(path: Path, number: int, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}, line {number}", expected="a row, as a JSON object", got=got, do="remove the line or restore the file"
+        f"{path}, line {number}", expected="a JSON object", got=got, do="remove the line or restore the file"
     )
 
 

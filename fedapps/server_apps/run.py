@@ -87,7 +87,8 @@ def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
     except BaseException as error:
         status = RunStatus.STOPPED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
         reason = f"{type(error).__name__}: {error}"
-        folder.write_summary(summarise(rows, status=status, reason=reason, primary=_judged_by(state)))
+        if state is not None or resumed is None:  # A resume that could not begin leaves the word of the earlier part.
+            folder.write_summary(summarise(rows, status=status, reason=reason, primary=_judged_by(state)))
         logger.error("run %s: %s", status, error)
         if state is not None and not state.arrays:
             _leave_model(state)
@@ -182,8 +183,6 @@ def _new_experiment(settings: Settings) -> str:
 
 
 def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
-    state.folder.truncate_after(checkpoint.server_round)
-    state.rows.extend(state.folder.read_metrics())
     state.first_round = checkpoint.server_round + 1
     state.num_partitions = checkpoint.num_partitions
     try:
@@ -196,6 +195,8 @@ def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
             got=fault(error),
             do="restore the checkpoint that belongs to the run",
         ) from error
+    state.folder.truncate_after(checkpoint.server_round)
+    state.rows.extend(state.folder.read_metrics())
     logger.info("resumed after round %d of %s", checkpoint.server_round, state.folder.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,24 @@ class FailingSites(Sites):
 
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         return super().metrics(model, inputs, targets)
+
+
+class HangingSites(Sites):
+    """A task whose client with 7 examples never ends a local step."""
+
+    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(inputs) == 7:
+            time.sleep(3600)
+        return super().loss(model, inputs, targets)
+
+
+class BracketSites(Sites):
+    """A task whose client with 7 examples raises an error that markup would stumble over."""
+
+    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(inputs) == 7:
+            raise RuntimeError("a[/x] b[bold]c :boom:")
+        return super().loss(model, inputs, targets)
 
 
 def train_with_memory(work: ClientWork) -> RecordDict:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -13,7 +15,7 @@ import pytest
 
 from fedapps.errors import CheckpointError
 from fedapps.results import checkpoint as module
-from fedapps.results.checkpoint import CURRENT, NEXT, PREVIOUS, Checkpoint, load_checkpoint, save_checkpoint
+from fedapps.results.checkpoint import CURRENT, NEXT, PREVIOUS, Checkpoint, MadeWith, load_checkpoint, save_checkpoint
 
 
 def checkpoint_of(server_round: int) -> Checkpoint:
@@ -32,6 +34,7 @@ def checkpoint_of(server_round: int) -> Checkpoint:
             "scale": 0.1 * server_round,
         },
         last_folded={0: server_round, 2: server_round - 1},
+        made_with=MadeWith({"lr": 0.1, "resume": False}, "0.1", {"train": "ab"}, f"journal {server_round}"),
     )
 
 
@@ -178,6 +181,19 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def forge(folder: Path, state: str) -> None:
+    """Give a checkpoint another state, with the checksum that belongs to it."""
+    (folder / "state.json").write_text(state)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["state.json"] = hashlib.sha256(state.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json is missing"),
     "torn manifest": (
@@ -191,6 +207,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "one bit of the moments": (lambda folder: flip_a_bit(folder / "strategy.safetensors"), "differs from its checksum"),
     "other state": (lambda folder: flip_a_bit(folder / "state.json"), r"state\.json differs from its checksum"),
     "gone": (shutil.rmtree, "no such folder"),
+    "a manifest that is not UTF-8": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "cannot be read"),
+    "a deep manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "cannot be read"),
+    "a folder for the manifest": (lambda folder: instead(folder / "manifest.json"), "cannot be read"),
+    "a folder for the model": (lambda folder: instead(folder / "arrays.safetensors"), "arrays.safetensors is missing"),
+    "a file for the checkpoint": (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "no such folder"),
+    "a whole state of another kind": (lambda folder: forge(folder, "[]"), "state.json cannot be read"),
+    "a whole state without its round": (lambda folder: forge(folder, "{}"), "no key 'server-round'"),
 }
 
 
@@ -208,6 +231,29 @@ def test_a_damaged_checkpoint_is_told_and_the_previous_one_used(
     harm(tmp_path / PREVIOUS)
     with pytest.raises(CheckpointError, match=f"checkpoint: .*{defect}.*; checkpoint.previous: .*{defect}"):
         load_checkpoint(tmp_path)
+
+
+def test_saving_goes_on_over_whatever_lies_there(tmp_path: Path) -> None:
+    for name in (NEXT, CURRENT, PREVIOUS):
+        (tmp_path / name).write_text("somebody's file")
+    for server_round in (1, 2, 3):
+        save_checkpoint(tmp_path, checkpoint_of(server_round))
+    assert load_checkpoint(tmp_path).server_round == 3
+
+
+def test_a_look_at_a_checkpoint_reads_no_arrays(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(1))
+    assert_equal(
+        load_checkpoint(tmp_path, arrays=False), dataclasses.replace(checkpoint_of(1), arrays={}, strategy_arrays={})
+    )
+
+
+def test_a_checkpoint_that_does_not_say_what_it_was_made_with_loads(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(1))
+    state = json.loads((tmp_path / CURRENT / "state.json").read_text())
+    del state["made-with"]
+    forge(tmp_path / CURRENT, json.dumps(state))
+    assert_equal(load_checkpoint(tmp_path), dataclasses.replace(checkpoint_of(1), made_with=None))
 
 
 def test_loading_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -106,7 +108,13 @@ def test_files_that_cannot_be_read_are_named(folder: RunFolder) -> None:
     folder.settings_path.write_text("lr = = 1")
     with pytest.raises(CheckpointError, match=r"settings\.toml: expected settings as TOML"):
         folder.read_settings()
-    for text in ("{", "[]"):
+    for settings in (b"\xff", b"lr = [1]", b"seed = 'x'", b"a = " + b"[" * 100_000):
+        folder.settings_path.write_bytes(settings)
+        with pytest.raises(CheckpointError, match=r"settings\.toml: expected settings as TOML"):
+            folder.read_settings()
+    for text in ("{", "[]", "[" * 100_000, '{"status": "completed"}', '{"status": 1, "rounds": 1, "final": {}, "totals": {"seconds": 0}}',
+                 '{"status": "failed", "rounds": "two", "final": {}, "totals": {"seconds": 0}}',
+                 '{"status": "failed", "rounds": 2, "final": {"x": []}, "totals": {"seconds": 0}}'):  # fmt: skip
         folder.summary_path.write_text(text)
         with pytest.raises(CheckpointError, match=r"summary\.json: expected a summary as JSON"):
             folder.read_summary()
@@ -128,6 +136,37 @@ def test_going_back_to_a_round_removes_later_rows_torn_lines_and_the_summary(fol
     assert folder.read_summary() is None
     folder.append_metrics({"round": 3, "phase": "train"})
     assert [row["round"] for row in folder.read_metrics()] == [0, 1, 2, 3]
+
+
+def test_nothing_is_cut_before_everything_is_read(folder: RunFolder) -> None:
+    folder.append_metrics({"round": 1, "phase": "train"})
+    folder.append_metrics({"round": 2, "phase": "train"})
+    folder.journal_path.write_bytes(b"\xff\n")
+    with pytest.raises(CheckpointError, match=r"journal\.jsonl, line 1"):
+        folder.truncate_after(1)
+    assert len(folder.read_metrics()) == 2
+
+
+def test_one_process_at_a_time_works_on_a_run(folder: RunFolder) -> None:
+    """The kernel gives the lock back when its holder is killed."""
+    script = (
+        "import sys; from pathlib import Path; from fedapps.results.run_folder import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1])).locked():\n    print('held', flush=True)\n    sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        refusal = f"expected a run that no process works on, got one that process {holder.pid} works on"
+        with pytest.raises(CheckpointError, match=refusal), folder.locked():
+            pass
+        holder.kill()
+    with folder.locked(), pytest.raises(CheckpointError, match="no process works on"), folder.locked():
+        pass
+    with folder.locked():
+        pass
 
 
 def test_going_back_without_rows_is_nothing(folder: RunFolder) -> None:

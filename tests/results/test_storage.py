@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from fedapps.errors import CheckpointError
 from fedapps.results import storage
 from fedapps.results.storage import (
+    GrowingSum,
     append_row,
     from_json,
     load_arrays,
@@ -57,6 +59,44 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None
     path.write_text('{"round": 1}\n' + line + '\n{"round": 2}\n')
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (b"\xff\xfe{}", "line 1: expected a JSON object"),
+        (b"[" * 100_000, "maximum recursion depth"),
+        (b'{"round": 1}', "a row without 'phase'"),
+        (b'{"phase": "train"}', "a row without 'round'"),
+        (b'{"round": null, "phase": "train"}', "round = None"),
+        (b'{"round": true, "phase": "train"}', "round = True"),
+        (b'{"round": 1, "phase": "train", "seconds": "long"}', "seconds = 'long'"),
+        (b'{"round": 1, "phase": "train", "payload-up": [1]}', r"payload-up = \[1\]"),
+        (b'{"round": 1, "phase": "train", "refused": 3}', "refused = 3"),
+    ],
+    ids=["not UTF-8", "deep", "no phase", "no round", "null", "true", "text", "list", "number"],
+)  # fmt: skip
+def test_a_row_of_another_form_is_named(tmp_path: Path, line: bytes, match: str) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(CheckpointError, match=match) as raised:
+        read_lines(path, ("round", "phase"))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    for read in (read_lines, load_arrays):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}: expected "):
+            read(tmp_path)
+
+
+def test_a_sum_grows_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    grown = GrowingSum(path)
+    for text in (b"", b"a line\n", b"", b"two\nlines\n"):
+        with path.open("ab") as file:
+            file.write(text)
+        assert grown.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
