@@ -9,8 +9,9 @@ from __future__ import annotations
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -30,9 +31,11 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from typing_extensions import override
 
-from fedapps.methods import load_object
+from fedapps.errors import FedAppsError
+from fedapps.methods import load_object, resolve_settings
 from fedapps.simulation.worker_pool import kill_pool, worker_pool
 from fedapps.strategies.exchange import GridWrapper, exchange
+from fedapps.tasks.from_settings import load_task_of
 
 logger = getLogger("flwr")
 
@@ -70,6 +73,13 @@ def run_client(client_app: str, message: bytes, context: bytes) -> tuple[bytes, 
     )
 
 
+def _import(client_app: str, run_config: UserConfig) -> None:
+    """Import what a client needs; what is wrong with it, its first reply says."""
+    with suppress(FedAppsError):
+        load_object(client_app, what="client app")
+        load_task_of(resolve_settings(run_config))
+
+
 @dataclass
 class _Task:
     message: Message
@@ -97,9 +107,10 @@ class InProcessGrid(Grid):
         workers: int = 0,
     ) -> None:
         self._client_app = client_app
+        self._run_config = run_config
         self._tasks: dict[str, _Task] = {}
         self._workers = min(workers, num_clients)
-        self._pool = worker_pool(self._workers) if workers else None
+        self._pool = self._started() if workers else None
         self._run = Run.create_empty(run_id=1)
         self._contexts = {
             FIRST_NODE + num_clients - 1 - partition: Context(
@@ -111,6 +122,12 @@ class InProcessGrid(Grid):
             )
             for partition in range(num_clients)
         }
+
+    def _started(self) -> ProcessPoolExecutor:
+        """Start the workers: what they import first is no part of a round's time."""
+        pool = worker_pool(self._workers)
+        wait([pool.submit(_import, self._client_app, self._run_config) for _ in range(self._workers)])
+        return pool
 
     @property
     def partitions(self) -> dict[int, int]:
@@ -124,7 +141,7 @@ class InProcessGrid(Grid):
             Partitions of the clients that were busy.
         """
         busy = self._give_up(list(self._tasks))
-        if self._pool is not None:
+        if self._pool is not None and not busy:
             self._pool.shutdown(cancel_futures=True)
         return busy
 
@@ -136,7 +153,6 @@ class InProcessGrid(Grid):
         if busy and self._pool is not None:
             logger.warning("still busy when nobody waited any more, and ended: client %s", ", ".join(map(str, busy)))
             kill_pool(self._pool)
-            self._pool = worker_pool(self._workers)
         return busy
 
     @override
@@ -165,7 +181,8 @@ class InProcessGrid(Grid):
     @override
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Take messages; worker processes start on them at once. Replies that were looked for and did not come are given up."""
-        self._give_up([message_id for message_id, task in self._tasks.items() if task.asked])
+        if self._give_up([message_id for message_id, task in self._tasks.items() if task.asked]):
+            self._pool = self._started()
         ids = []
         for message in messages:
             message_id = str(uuid.uuid4())

@@ -33,12 +33,9 @@ def kill_pool(pool: ProcessPoolExecutor) -> None:
     Args:
         pool: The pool; it takes no task any more.
     """
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
+    for process in list((pool._processes or {}).values()):
         process.kill()
-    for process in processes:
-        process.join()
+    pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from fedapps.errors import RosterError
 from fedapps.results.run_folder import RunFolder
+from fedapps.server_apps import run
 
 Call = Callable[..., str]
 
@@ -41,6 +46,58 @@ def test_resume_takes_settings_and_clients_from_the_folder(call: Call, sites: li
     summary = folder.read_summary()
     assert summary is not None
     assert summary["rounds"] == 3
+
+
+def test_a_resume_with_another_number_of_clients_is_refused(call: Call, sites: list[str], tmp_path: Path) -> None:
+    call("run", "--method", "fedavg", *sites, "--out", str(tmp_path))
+    resume = "run", "--resume", str(only_run(tmp_path).path), "--rounds", "3", "--engine", "inprocess"
+    output = call(*resume, "--clients", "4", code=1)
+    assert output.startswith("SettingsError: --clients at the resume of ")
+    assert "expected 3, got 4" in output
+    assert "round   3" in call(*resume, "--clients", "3")
+
+
+def test_what_a_resume_would_change_is_named_and_accepted_on_request(
+    call: Call, sites: list[str], tmp_path: Path
+) -> None:
+    call("run", "--method", "fedavg", *sites, "--out", str(tmp_path))
+    folder = only_run(tmp_path)
+    resume = "run", "--resume", str(folder.path), "--rounds", "3", "--engine", "inprocess", "--set", "lr=0.7"
+    output = call(*resume, code=1)
+    assert "lr = 0.7 where it was 0.1" in output
+    assert len(output.strip().splitlines()) == 1, "neither a table of the part before nor paths"
+    assert "round   3" in call(*resume, "--accept-changes")
+    assert folder.read_settings()["lr"] == 0.7
+
+
+def test_a_client_s_error_is_printed_as_it_is(call: Call, sites: list[str], own_module: str, tmp_path: Path) -> None:
+    """Text of a client never ends the run of the server, whatever markup it holds."""
+    task = [
+        "--task",
+        f"{own_module}:BracketSites",
+        "--set",
+        "task-options='sizes = \"8,7,8\"'",
+        "--set",
+        "batch-size=0",
+    ]
+    output = call(
+        "run", "--method", "fedavg", *sites, *task, "--set", "validation-fraction=0.0", "--out", str(tmp_path)
+    )
+    assert "client 1: RuntimeError: a[/x] b[bold]c :boom:" in output
+    assert "a[/x] b[bold]c :boom:" in (only_run(tmp_path).path / "flower.log").read_text()
+
+
+def test_a_run_that_is_refused_at_its_start_shows_no_table(
+    call: Call, sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RosterError("clients: [/x] nobody came")
+
+    monkeypatch.setattr(run, "_start", refuse)
+    output = call("run", "--method", "fedavg", *sites, "--out", str(tmp_path), code=1)
+    lines = [line for line in output.splitlines() if line.strip()]
+    assert lines[0] == "failed: RosterError: clients: [/x] nobody came"
+    assert [line.split()[0] for line in lines[1:]] == ["log"]
 
 
 def test_a_preset_and_options_override_each_other_in_order(call: Call, sites: list[str], tmp_path: Path) -> None:

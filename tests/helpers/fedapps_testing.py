@@ -117,6 +117,9 @@ class HangingSites(Sites):
             time.sleep(3600)
         return super().loss(model, inputs, targets)
 
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().metrics(model, inputs, targets)
+
 
 class BracketSites(Sites):
     """A task whose client with 7 examples raises an error that markup would stumble over."""
@@ -125,6 +128,9 @@ class BracketSites(Sites):
         if len(inputs) == 7:
             raise RuntimeError("a[/x] b[bold]c :boom:")
         return super().loss(model, inputs, targets)
+
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().metrics(model, inputs, targets)
 
 
 def train_with_memory(work: ClientWork) -> RecordDict:

@@ -112,9 +112,16 @@ def test_files_that_cannot_be_read_are_named(folder: RunFolder) -> None:
         folder.settings_path.write_bytes(settings)
         with pytest.raises(CheckpointError, match=r"settings\.toml: expected settings as TOML"):
             folder.read_settings()
-    for text in ("{", "[]", "[" * 100_000, '{"status": "completed"}', '{"status": 1, "rounds": 1, "final": {}, "totals": {"seconds": 0}}',
-                 '{"status": "failed", "rounds": "two", "final": {}, "totals": {"seconds": 0}}',
-                 '{"status": "failed", "rounds": 2, "final": {"x": []}, "totals": {"seconds": 0}}'):  # fmt: skip
+    seconds = '"totals": {"seconds": 0}'
+    for text in (
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"status": "completed"}',
+        f'{{"status": 1, "rounds": 1, "final": {{}}, {seconds}}}',
+        f'{{"status": "failed", "rounds": "two", "final": {{}}, {seconds}}}',
+        f'{{"status": "failed", "rounds": 2, "final": {{"x": []}}, {seconds}}}',
+    ):
         folder.summary_path.write_text(text)
         with pytest.raises(CheckpointError, match=r"summary\.json: expected a summary as JSON"):
             folder.read_summary()

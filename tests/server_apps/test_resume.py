@@ -154,7 +154,7 @@ def test_a_run_without_an_accepted_round_is_failed(tmp_path: Path) -> None:
     """Also one that ends before so many rounds in a row failed that the policy ends it."""
     faults = {(r, p): raised for r in (1, 2) for p in range(3)}
     with pytest.raises(
-        RoundFailedError, match="at least one accepted round, got none of 2.*client 0: .*sensor offline"
+        RoundFailedError, match=r"at least one accepted round, got none of 2.*client 0: .*sensor offline"
     ):
         runs.short_run(tmp_path / "run", {}, faults=faults)
     left = runs.Left(RunFolder.open(tmp_path / "run"))

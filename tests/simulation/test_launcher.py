@@ -265,6 +265,35 @@ def test_a_superlink_out_of_reach_is_given_up_in_the_end(tmp_path: Path, monkeyp
         launcher._watch(cli, "17", tmp_path / "log", None, None)  # type: ignore[arg-type]
 
 
+def test_patience_begins_when_contact_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours is not given up at the first failure."""
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(launcher, "_PATIENCE_SECONDS", 0.2)
+    away, there, end = LaunchError("out of reach"), RunInfo("running", ""), RunInfo("finished:completed", "")
+    cli = BrokenStream([there, there, there, there, there, away, there, there, there, away, away, end])
+    assert launcher._watch(cli, "17", tmp_path / "log", None, None) is end  # type: ignore[arg-type]
+
+
+class EndlessStream:
+    """A command line whose run goes on for ever."""
+
+    @contextmanager
+    def follow(self, run_id: str, log_path: Path, offset: int) -> Iterator[subprocess.Popen[bytes]]:
+        with subprocess.Popen(["sleep", "600"]) as process:
+            yield process
+            process.kill()
+
+
+def test_a_client_that_hangs_does_not_keep_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server app has ended, and written how; the engine waits for its last client, but not for ever."""
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.2)
+    endings = iter([None, None, *["completed"] * 1000])
+    info = launcher._watch(EndlessStream(), "17", tmp_path / "log", None, None, lambda: next(endings))  # type: ignore[arg-type]
+    outcome = launcher._outcome("17", info, tmp_path / "log")
+    assert (outcome.status, outcome.busy, outcome.details) == (RunStatus.COMPLETED, True, "")
+
+
 def test_without_ray_nothing_is_started_and_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(launcher, "SuperLink", None)
@@ -310,6 +339,7 @@ def test_flower_is_told_the_size_of_the_simulation(
             id="one that Flower would start and leave behind",
         ),
         pytest.param("[superlink", "config.toml: expected TOML", id="not TOML"),
+        pytest.param("a = " + "[" * 100_000, "config.toml: expected TOML", id="deep"),
     ],
 )
 def test_an_unknown_connection_is_refused_before_anything_is_sent(

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from fedapps.errors import LaunchError, RoundFailedError, SettingsError
+from fedapps.errors import CheckpointError, FedAppsError, LaunchError, RoundFailedError, SettingsError
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus
+from fedapps.simulation import launcher
 from fedapps.simulation import start as module_under_test
+from fedapps.simulation.launcher import Outcome
 from fedapps.simulation.reaper import members
 from fedapps.simulation.start import Engine, Start, Tail, logged_to, start
 
@@ -154,6 +156,105 @@ def test_an_interrupt_is_noted_in_the_summary(tmp_path: Path, monkeypatch: pytes
         start({**runs.SITES}, INPROCESS, tmp_path)
     [folder] = tmp_path.iterdir()
     assert (RunFolder.open(folder).read_summary() or {})["status"] == "stopped"
+
+
+HANGING = {
+    "task": "fedapps_testing:HangingSites", "task-options": 'sizes = "6,7,6"', "batch-size": 0, "num-server-rounds": 1,
+    "validation-fraction": 0.0,
+}  # fmt: skip
+
+
+@own_module
+@pytest.mark.slow
+def test_a_client_that_hangs_is_given_up_and_named(tmp_path: Path) -> None:
+    """A set round-timeout holds without workers, too; and an interrupt after the end leaves the end as it is."""
+    started = time.monotonic()
+    ended = start({**runs.SITES, **HANGING, "round-timeout": 10.0}, INPROCESS, tmp_path)
+    assert time.monotonic() - started < 90
+    assert ended.status is RunStatus.COMPLETED
+    assert "1 was still busy" in ended.note.replace("1, 2", "1")  # The one behind it in the queue may be named, too.
+    assert ended.folder is not None
+    folder = RunFolder.open(ended.folder)
+    [trained] = [row for row in folder.read_metrics() if row["phase"] == "train"]
+    assert "no reply within 10 s" in trained["refused"]["1"]
+    module_under_test._note_stop(folder)
+    assert (folder.read_summary() or {})["status"] == "completed"
+
+
+@own_module
+@pytest.mark.parametrize(
+    ("given", "workers", "expected"), [(4.0, None, 1), (4.0, 0, 0), (3600.0, None, 0), (3600.0, 3, 3)]
+)
+def test_a_time_out_needs_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: float, workers: int | None, expected: int
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(module_under_test, "run_inprocess", lambda *_, workers: used.append(workers) or [])
+    start(
+        {**runs.SITES, "round-timeout": given}, Start(engine=Engine.INPROCESS, num_clients=3, workers=workers), tmp_path
+    )
+    assert used == [expected]
+
+
+@own_module
+@pytest.mark.parametrize(
+    ("change", "clients", "match"),
+    [
+        ({"device": "cuda:7"}, 3, "setting 'device': expected a device of this machine"),
+        ({"partition": "iid", "partition-column": ""}, 10**6, "training example.* for each of 1000000 clients"),
+        ({}, 4, "4"),
+    ],
+    ids=["no such device", "more clients than examples", "another number than the column has"],
+)
+@pytest.mark.parametrize("engine", Engine)
+def test_what_cannot_work_here_is_said_before_anything_is_made(
+    tmp_path: Path, change: dict[str, Any], clients: int, match: str, engine: Engine
+) -> None:
+    with pytest.raises(FedAppsError, match=match):
+        start({**runs.SITES, **change}, Start(engine=engine, num_clients=clients), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@own_module
+def test_a_refused_resume_starts_nothing_and_touches_nothing(tmp_path: Path) -> None:
+    ended = start({**runs.SITES}, INPROCESS, tmp_path)
+    assert ended.folder is not None
+    folder = RunFolder.open(ended.folder)
+    before = {path: path.read_bytes() for path in ended.folder.rglob("*") if path.is_file()}
+    config = {**runs.SITES, "num-server-rounds": 3, "run-dir": str(folder.path), "resume": True}
+    with folder.locked(), pytest.raises(CheckpointError, match="expected a run that no process works on"):
+        start(config, Start(num_clients=3), None)
+    with pytest.raises(CheckpointError, match=r"lr = 0\.7 where it was 0\.1"):
+        start({**config, "lr": 0.7}, Start(num_clients=3), None)
+    assert {path: path.read_bytes() for path in before if path.name != ".lock"} == {
+        path: data for path, data in before.items() if path.name != ".lock"
+    }
+
+
+@own_module
+def test_an_engine_that_goes_away_is_an_error_that_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = start({**runs.SITES}, INPROCESS, tmp_path)
+    config = {**runs.SITES, "num-server-rounds": 3, "run-dir": str(ended.folder), "resume": True}
+
+    def gone(*args: Any, **kwargs: Any) -> None:
+        raise LaunchError("flower-superlink: exit code -9")
+
+    monkeypatch.setattr(module_under_test, "run_simulation", gone)
+    with pytest.raises(LaunchError, match=f"exit code -9\n.*fedapps run --resume {ended.folder}"):
+        start(config, Start(num_clients=3), None)
+    # One without a checkpoint leaves neither advice nor an empty folder.
+    with pytest.raises(LaunchError, match=r"exit code -9$"):
+        start({**runs.SITES}, Start(num_clients=3), tmp_path)
+    assert list(tmp_path.iterdir()) == [ended.folder]
+    # The server app alone was killed: the summary on file is that of the part before, and not its word.
+    killed = Outcome(launcher.RunStatus.FAILED, "1", "heartbeat lost", "")
+    monkeypatch.setattr(module_under_test, "run_simulation", lambda *args, **kwargs: killed)
+    after = start(config, Start(num_clients=3), None)
+    assert after.status is RunStatus.FAILED
+    assert after.reason.startswith("heartbeat lost\n")
+    assert after.reason.endswith(f"fedapps run --resume {ended.folder}")
 
 
 @own_module

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedapps.simulation.worker_pool import worker_pool
+from fedapps.simulation.worker_pool import kill_pool, worker_pool
 
 SCRIPT = """
 import os, sys, time
@@ -44,6 +45,17 @@ def test_a_busy_worker_ends_with_its_parent(tmp_path: Path, end: signal.Signals)
     parent.send_signal(end)
     parent.wait(timeout=30)
     assert _wait(lambda: not _alive(worker))
+
+
+def test_a_pool_is_ended_with_what_its_workers_are_at() -> None:
+    pool = worker_pool(2)
+    pids = [pool.submit(os.getpid).result(timeout=60)]
+    futures = [pool.submit(time.sleep, 600) for _ in range(4)]
+    _wait(lambda: futures[0].running())
+    pids += [process.pid for process in multiprocessing.active_children()]
+    kill_pool(pool)
+    assert all(future.done() for future in futures)
+    assert not any(_alive(pid) for pid in pids)
 
 
 def _wait(condition):
