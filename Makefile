@@ -7,7 +7,7 @@ JOBS ?= 2
 PYTEST := python -m pytest -n $(JOBS) --dist loadgroup
 export FLWR_TELEMETRY_ENABLED := 0
 
-.PHONY: help demo fast test cover check bench format clean
+.PHONY: help demo fast test soak cover check bench format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -37,6 +37,9 @@ ifeq ($(CI),true)
 else
 	$(BIN)/$(PYTEST)
 endif
+
+soak: $(VENV)/.dev ## kill and abuse runs, in some ten minutes; not part of the tests
+	$(BIN)/python tests/soak/kills.py
 
 cover: $(VENV)/.dev ## run all tests, and write which lines they reach into build/coverage
 	$(BIN)/$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
