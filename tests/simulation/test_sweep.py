@@ -164,7 +164,8 @@ def test_a_comparison_goes_on_with_the_runs_that_it_has(tmp_path: Path, engines:
     """Nothing is run twice, neither for more seeds and values nor for fewer; what had failed is made again."""
     small = run(tmp_path, seeds=[0], grid={"lr": [0.1]})
     assert [config["method"] for config in engines.configs] == METHODS
-    (small.folder / small.trials[0].folder / "summary.json").write_text('{"status": "failed"}')
+    summary = small.folder / small.trials[0].folder / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"status": "failed"}))
     engines.configs.clear()
     whole = run(tmp_path, resume=small.folder)
     assert whole.folder == small.folder

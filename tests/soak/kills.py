@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib
+import logging
 import os
 import random
 import shutil
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # Torn checkpoints are the point.
     root = Path(tempfile.mkdtemp(prefix="fedapps-kills-"))
     for method in options.methods:
         (root / method).mkdir()
