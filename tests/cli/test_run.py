@@ -93,7 +93,7 @@ def test_a_run_that_is_refused_at_its_start_shows_no_table(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RosterError("clients: [/x] nobody came")
 
-    monkeypatch.setattr(run, "_start", refuse)
+    monkeypatch.setattr(run, "describe_environment", refuse)  # The settings are on file already.
     output = call("run", "--method", "fedavg", *sites, "--out", str(tmp_path), code=1)
     lines = [line for line in output.splitlines() if line.strip()]
     assert lines[0] == "failed: RosterError: clients: [/x] nobody came"

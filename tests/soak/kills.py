@@ -86,6 +86,11 @@ def can_resume(folder: Path) -> bool:
     return True
 
 
+def has_ended(folder: Path) -> bool:
+    """Tell whether a run has written its last word."""
+    return (folder / "summary.json").exists() and (RunFolder.open(folder).read_summary() or {})["status"] == "completed"
+
+
 def run_in_child(config: dict[str, Any], folder: Path, counted: Path, at_operation: int) -> None:
     """Run, and leave without a return."""
     log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -197,6 +202,8 @@ def finish(
     kill = first or draw_one()
     while attempt(method, folder, **kill).killed:
         killed += 1
+        if has_ended(folder):  # Killed between its summary and the end of its process.
+            break
         kill = draw_one() if random_.random() < often else {}
     return killed
 
