@@ -10,6 +10,7 @@ from typing import Any
 Call = Callable[..., str]
 
 
+@pytest.mark.slow
 def test_compare_tunes_every_method_on_the_same_grid_and_records_it(
     call: Call, sites: list[str], tmp_path: Path
 ) -> None:
