@@ -57,6 +57,7 @@ def test_a_device_that_is_absent_is_refused_and_auto_falls_back(monkeypatch: pyt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and other systems return memory by themselves")
+@pytest.mark.slow
 def test_freed_memory_goes_back_to_the_system() -> None:
     """1,000 blocks of 100 kB lie below one that stays, so that the top of the heap cannot sink."""
 

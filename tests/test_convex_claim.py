@@ -45,6 +45,7 @@ def optimum() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("method", "least", "greatest"), [("fedpm", 0.0, 1e-10), ("localnewton", 1e-1, 1.0)])
+@pytest.mark.slow
 def test_fedpm_reaches_the_optimum_of_a9a_by_round_8_and_localnewton_stalls(
     tmp_path: Path, optimum: np.ndarray, method: str, least: float, greatest: float
 ) -> None:

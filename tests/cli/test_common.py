@@ -19,7 +19,9 @@ Call = Callable[..., str]
         (["run", "--set", "lr"], "expected KEY=VALUE"),
         (["run", "--config", "nowhere.toml"], "--config nowhere.toml: expected a TOML file"),
         (["run", "--resume", "nowhere"], "run folder nowhere: expected a folder with settings.toml, got no such folder"),
-        (["run", "--partition", "iid", "--clients", "1500", "--engine", "inprocess"], "1500"),
+        pytest.param(
+            ["run", "--partition", "iid", "--clients", "1500", "--engine", "inprocess"], "1500", marks=pytest.mark.slow
+        ),
         (["report", "nowhere"], "no such folder"),
         (["compare", "--methods", "fedpm,fedpm"], "at least one value, each once"),
         (["compare", "--methods", "fedpm", "--seeds", "0,x"], "--seeds: expected values separated by commas"),

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Call = Callable[..., str]
 
 
+@pytest.mark.slow
 def test_compare_tunes_every_method_on_the_same_grid_and_records_it(
     call: Call, sites: list[str], tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def test_inputs_that_are_all_zero_need_a_damping() -> None:
     """With damping 0 an error that names layer and client; else a gradient step divided by the damping."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False))
     x, y = torch.zeros(4, 3), torch.ones(4, 2)
-    with pytest.raises(CurvatureError, match=r"layer '0', client 3: expected .* zero everywhere; set a damping > 0"):
+    with pytest.raises(CurvatureError, match=r"layer '0', client 3: .* zero everywhere.*damping"):
         train(model, [(x, y)], damping=0.0, where="client 3")
     assert num_hooks(model) == 0
     foof = train(model, [(x, y)], damping=0.1)

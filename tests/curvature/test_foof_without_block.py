@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedapps.averaging import add_mean, finish_mean, start_mean
 from fedapps.curvature.foof import FoofPreconditioner
 from fedapps.curvature.layout import to_matrix
-from fedapps.curvature.mixing import add_mean, finish_mean, start_mean
 from fedapps.curvature.packing import unpack_upper
 
 from .foof_rounds import (

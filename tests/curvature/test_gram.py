@@ -127,12 +127,12 @@ def test_only_the_group_that_needs_it_gets_more_damping() -> None:
 
 
 def test_block_that_is_not_definite_is_named() -> None:
-    with pytest.raises(CurvatureError, match="layer 'fc1': expected a positive definite"):
+    with pytest.raises(CurvatureError, match=r"layer 'fc1': .*positive definite"):
         precondition(torch.ones(2, 2), torch.diag(torch.tensor([1.0, -5.0])), where="layer 'fc1'")
 
 
 def test_without_a_place_the_message_starts_with_what_was_expected() -> None:
-    with pytest.raises(CurvatureError, match=r"^expected a positive definite curvature block, got"):
+    with pytest.raises(CurvatureError, match=r"^expected .*positive definite"):
         precondition(torch.ones(2, 2), torch.diag(torch.tensor([1.0, -5.0])))
 
 

@@ -128,18 +128,18 @@ def test_damping_added_on_the_server_is_returned_in_units_of_one_client() -> Non
 def test_zero_curvature_everywhere_is_an_error(W: np.ndarray) -> None:
     sums = start_block(ROWS, WIDTH)
     add_block(sums, 1.0, pack_upper(np.zeros((WIDTH, WIDTH))), np.zeros((ROWS, WIDTH)), where="test")
-    with pytest.raises(CurvatureError, match=r"layer 'fc1': expected .* zero everywhere; set a damping > 0"):
+    with pytest.raises(CurvatureError, match=r"layer 'fc1': .* zero everywhere.*damping"):
         mix_block(W, sums, where="layer 'fc1'")
 
 
 def test_no_client_is_an_error(W: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="layer 'fc1': expected at least one client, got none"):
+    with pytest.raises(ValueError, match=r"layer 'fc1': .*one client, got none"):
         mix_block(W, start_block(ROWS, WIDTH), where="layer 'fc1'")
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf], ids=str)
 def test_weight_must_be_positive_and_finite(weight: float) -> None:
-    with pytest.raises(ValueError, match="client 3: expected a weight that is positive and finite"):
+    with pytest.raises(ValueError, match=r"client 3: .*weight.*positive and finite"):
         add_block(start_block(1, 1), weight, np.ones(1), np.ones((1, 1)), where="client 3")
 
 

@@ -163,7 +163,7 @@ def test_minimiser_is_found_where_full_newton_steps_diverge() -> None:
 
 def test_minimiser_gives_up_with_a_reason(pool: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     X, y, _ = pool
-    with pytest.raises(CurvatureError, match=r"expected a gradient of norm 1\.0e-12 within 2 steps"):
+    with pytest.raises(CurvatureError, match=r"gradient.* 1\.0e-12 .*2 steps"):
         minimise(LogisticRegression(X, y, LAM), np.zeros(D), tol=1e-12, max_steps=2)
 
 
@@ -172,5 +172,5 @@ def test_minimiser_notices_a_gradient_of_the_wrong_sign() -> None:
         def gradient(self, theta: np.ndarray) -> np.ndarray:
             return -super().gradient(theta)
 
-    with pytest.raises(CurvatureError, match="expected a loss that falls along the Newton direction"):
+    with pytest.raises(CurvatureError, match=r"loss .*Newton direction"):
         minimise(Wrong(np.eye(2), np.ones(2)), np.zeros(2))

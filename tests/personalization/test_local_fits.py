@@ -112,5 +112,5 @@ def test_negative_curvature_counts_as_none() -> None:
     ],
 )
 def test_impossible_reports_are_refused(numbers: tuple[int, float, float, float]) -> None:
-    with pytest.raises(MessageError, match="local fit: expected at least one example"):
+    with pytest.raises(MessageError, match=r"local fit: .*one example"):
         LocalFit(*numbers)

@@ -103,7 +103,7 @@ def test_the_bound_of_stability_is_where_descent_diverges() -> None:
 
 @pytest.mark.parametrize("lam", [-1.0, float("nan"), float("inf")])
 def test_impossible_lambda_is_refused(lam: float) -> None:
-    with pytest.raises(SettingsError, match="lambda: expected a finite number not below 0"):
+    with pytest.raises(SettingsError, match=r"lambda: .*finite"):
         Proximal(POINT, np.zeros(1), lam)
 
 

@@ -225,11 +225,11 @@ def test_an_axis_is_logarithmic_from_a_ratio_of_20(ends: list[float], wide: bool
 def test_nothing_to_draw_is_an_error_that_names_the_run(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run([0.1, 0.2])
     bare = Run(run.path, run.settings, [], run.summary)
-    with pytest.raises(FedAppsError, match=f"{run.path.name}: expected rows with metrics to draw"):
+    with pytest.raises(FedAppsError, match=f"{run.path.name}: .*rows with metrics"):
         plot_run(bare, tmp_path / "plot.png")
-    with pytest.raises(FedAppsError, match="expected rows with metrics"):
+    with pytest.raises(FedAppsError, match="rows with metrics"):
         plot_compare([bare], tmp_path / "plot.png")
-    with pytest.raises(FedAppsError, match="expected rows with metrics"):
+    with pytest.raises(FedAppsError, match="rows with metrics"):
         plot_distance({}, tmp_path / "plot.png")
     assert not (tmp_path / "plot.png").exists()
 

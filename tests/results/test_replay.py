@@ -89,9 +89,9 @@ def test_another_base_model_is_refused(run: Path, base: dict[str, np.ndarray], m
 
 
 def test_files_and_rounds_that_are_not_there_are_named(run: Path) -> None:
-    with pytest.raises(JournalError, match="expected a round from 0 to 4, the last of the journal, got 5"):
+    with pytest.raises(JournalError, match=r"round from 0 to 4.*, got 5"):
         replay(run, run.parent / "initial.safetensors", 5)
-    with pytest.raises(JournalError, match=r"none\.safetensors: expected the model before round 1, got no file"):
+    with pytest.raises(JournalError, match=r"none\.safetensors: .*round 1, got no file"):
         replay(run, run.parent / "none.safetensors")
     with pytest.raises(JournalError, match="expected a journal, got no file"):
         replay(run.parent / "none.jsonl", run.parent / "initial.safetensors")

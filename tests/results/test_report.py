@@ -48,7 +48,7 @@ def test_a_run_that_failed_before_its_first_row_has_a_row(tmp_path: Path) -> Non
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected a folder with settings"):
+    with pytest.raises(CheckpointError, match="folder with settings"):
         load_run(tmp_path)
 
 

@@ -56,12 +56,12 @@ def test_the_present_is_the_default_time(tmp_path: Path) -> None:
 
 
 def test_a_relative_path_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="expected an absolute path, got 'runs/x'"):
+    with pytest.raises(CheckpointError, match=r"absolute path, got 'runs/x'"):
         RunFolder(Path("runs/x"))
 
 
 def test_only_a_run_folder_opens(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"expected a folder with settings\.toml, got a folder without it"):
+    with pytest.raises(CheckpointError, match=r"folder with settings\.toml"):
         RunFolder.open(folder.path)
     with pytest.raises(CheckpointError, match="got no such folder"):
         RunFolder.open(tmp_path / "nowhere")
@@ -77,7 +77,7 @@ def test_a_given_folder_is_claimed_once(tmp_path: Path) -> None:
     (path / "log.txt").write_text("of the launcher")
     folder = RunFolder.claim(path)
     folder.write_settings({"method": "fedpm"})
-    with pytest.raises(CheckpointError, match="a folder that holds a run; choose another one, or resume"):
+    with pytest.raises(CheckpointError, match=r"folder that holds a run;.* resume"):
         RunFolder.claim(path)
     with pytest.raises(CheckpointError, match="got a file"):
         RunFolder.claim(path / "log.txt")

@@ -153,14 +153,12 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_arrays(path, ARRAYS)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: expected a safetensors file, got .*; take a whole copy"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*safetensors file"):
         load_arrays(path)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"missing/w\.safetensors: expected to write 16 bytes, got .*; make room"):
+    with pytest.raises(CheckpointError, match=r"missing/w\.safetensors: .*16 bytes"):
         save_arrays(tmp_path / "missing" / "w.safetensors", {"w": np.ones(2)})
 
 

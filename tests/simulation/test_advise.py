@@ -36,6 +36,7 @@ LINEAR = {
     [(LINEAR, 5), ({"task-options": 'sizes = "20,30,8"', "local-epochs": 3}, 3)],
     ids=["convex", "torch"],
 )
+@pytest.mark.slow
 def test_the_advice_is_what_an_adaptive_run_chooses(tmp_path: Path, config: dict[str, Any], clients: int) -> None:
     adaptive = {**config, "method": "fedclup", "fedclup.adaptive": True, "num-server-rounds": 4, "evaluate-every": 0}
     run = runs.short_run(tmp_path / "run", adaptive, clients)

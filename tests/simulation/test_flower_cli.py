@@ -90,7 +90,7 @@ def test_a_refusal_is_an_error_in_flowers_words(flower: FakeFlower, out: object,
 def test_an_answer_that_does_not_come_is_an_error(flower: FakeFlower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedapps.simulation.flower_cli._CALL_SECONDS", 0.3)
     flower.answers("list", "", seconds=60.0)
-    with pytest.raises(LaunchError, match="command 'flwr list': expected an answer within"):
+    with pytest.raises(LaunchError, match=r"command 'flwr list': .*answer"):
         flower.cli.info("17")
 
 

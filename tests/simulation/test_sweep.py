@@ -160,6 +160,7 @@ def test_a_wrong_grid_is_told_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_with_the_runs_that_it_has(tmp_path: Path, engines: Engines) -> None:
     """Nothing is run twice, neither for more seeds and values nor for fewer; what had failed is made again."""
     small = run(tmp_path, seeds=[0], grid={"lr": [0.1]})

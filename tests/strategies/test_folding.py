@@ -47,6 +47,7 @@ def test_a_failed_client_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("buffer_mb", [0.0, 100.0], ids=["through the scratch file", "in memory"])
+@pytest.mark.slow
 def test_replies_that_are_done_with_leave_memory(buffer_mb: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even in a reference cycle, as Flower's own properties make them, and whether folded at once or after waiting."""
     monkeypatch.setattr(folding, "COLLECT_MB", 0)

@@ -79,6 +79,7 @@ def test_without_candidates_the_full_step_is_taken() -> None:
 
 
 @pytest.mark.parametrize("config", [{**TORCH, "lr": 1.0}, CONVEX], ids=["torch", "convex"])
+@pytest.mark.slow
 def test_the_loss_never_rises(tmp_path: Path, config: dict[str, Any]) -> None:
     """At learning rates where the plain mean overshoots: without the search the same rounds end at a higher loss."""
     run = short_run(tmp_path / "search", {**config, "num-server-rounds": 6})
@@ -103,6 +104,7 @@ def test_the_loss_never_rises(tmp_path: Path, config: dict[str, Any]) -> None:
     ],
     ids=["torch", "workers", "on disk", "buffers and sampling", "convex"],
 )
+@pytest.mark.slow
 def test_engines_order_and_resume_change_no_bit(tmp_path: Path, config: dict[str, Any], how: dict[str, Any]) -> None:
     straight = short_run(tmp_path / "straight", {**config, "fold-buffer-mb": 256.0, "num-server-rounds": 4})
     assert_same_model(straight.model, short_run(tmp_path / "other", {**config, "num-server-rounds": 4}, **how).model)
@@ -215,6 +217,7 @@ def test_the_losses_of_others_decide(tmp_path: Path) -> None:
     assert row["line-search-loss"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_too_few_losses_are_a_round_below_the_quorum(tmp_path: Path) -> None:
     config = {**TORCH, "min-replies": 3}
     one = short_run(tmp_path / "one", {**config, "num-server-rounds": 1})
@@ -226,6 +229,7 @@ def test_too_few_losses_are_a_round_below_the_quorum(tmp_path: Path) -> None:
         short_run(tmp_path / "ended", {**config, **last}, faults={(1, 0): second(raised)})
 
 
+@pytest.mark.slow
 def test_a_first_reply_that_failed_is_not_asked_again(tmp_path: Path) -> None:
     run = short_run(tmp_path / "run", {**TORCH, "num-server-rounds": 1}, faults={(1, 1): raised})
     assert run.rows("train")[0]["folded"] == [0, 2]

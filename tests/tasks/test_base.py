@@ -146,7 +146,7 @@ def test_more_clients_than_examples_are_refused():
 
 def test_an_empty_training_set_is_refused():
     """No empty splits: nobody can train on nothing."""
-    with pytest.raises(TaskError, match="task 'Counting': expected at least one training example, got none"):
+    with pytest.raises(TaskError, match=r"task 'Counting': .*one training example, got none"):
         Counting(TaskConfig(options={"examples": 0})).client_data(0, 1)
 
 

@@ -31,6 +31,7 @@ def test_the_test_set_is_the_same_for_every_seed(task):
     assert task.checksums() == other.checksums()
 
 
+@pytest.mark.slow
 def test_data_is_the_same_in_another_process(task):
     code = (
         "from fedapps.tasks import *; task = load_task('digits', TaskConfig(seed=3, validation_fraction=0.1));"

@@ -86,12 +86,12 @@ def test_a_missing_file_says_where_it_looked_and_how_to_get_it(tmp_path, monkeyp
         load_task("w8a", TaskConfig(data_dir=tmp_path)).server_data()
     for part in [str(tmp_path / "libsvm" / "w8a"), "csie.ntu.edu.tw", "--data-dir", "FEDAPPS_DATA"]:
         assert part in str(caught.value)
-    with pytest.raises(TaskError, match="looked at no folder, since neither --data-dir nor FEDAPPS_DATA is set"):
+    with pytest.raises(TaskError, match=r"no folder.*--data-dir.*FEDAPPS_DATA"):
         load_task("w8a", TaskConfig()).server_data()
 
 
 def test_the_file_must_be_named():
-    with pytest.raises(TaskError, match="option 'file': expected the name or path of a LIBSVM file, got nothing"):
+    with pytest.raises(TaskError, match=r"option 'file': .*LIBSVM file, got nothing"):
         load_task("libsvm", TaskConfig()).server_data()
 
 

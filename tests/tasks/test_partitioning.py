@@ -63,6 +63,7 @@ def test_the_split_depends_on_its_seed_alone(config, num_partitions):
         assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.slow
 def test_the_split_is_the_same_in_another_process():
     code = (
         "import numpy as np; from fedapps.tasks.partitioning import *;"

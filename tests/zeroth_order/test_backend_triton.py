@@ -23,6 +23,7 @@ from fedapps.zeroth_order.number_formats import NumberFormat
 from fedapps.zeroth_order.tensors import like, to_numpy
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_have_the_bits_of_the_reference() -> None:
     """The interpreter is switched on before the kernels are imported, so in a process of its own."""
     script = Path(__file__).parent / "interpret_kernels.py"

@@ -136,6 +136,7 @@ print(dispatch.kernel_name("cpu"), dispatch.kernel_name("cuda"))
     ],
     ids=["version", "library", "empty"],
 )
+@pytest.mark.slow
 def test_packages_that_are_there_but_broken_are_as_good_as_absent(tmp_path: Path, fault: str, reason: str) -> None:
     for package in ("numba", "triton"):
         (tmp_path / package).mkdir()
@@ -215,6 +216,7 @@ def test_a_state_without_a_slot_is_refused() -> None:
         apply_rounds(np.ones(4, np.float32), {}, [RECORD], Scheme(5, "hiso"))
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_for_arrays() -> None:
     """A server that only aggregates needs no torch."""
     code = (

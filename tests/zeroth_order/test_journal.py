@@ -74,9 +74,9 @@ def test_a_damaged_line_elsewhere_is_an_error() -> None:
     lines = journal_of(1, 2).to_text().splitlines(keepends=True)
     # Line separators within a name are no line ends.
     lines = journal_of(1, 2).to_text().split("\n")
-    with pytest.raises(JournalError, match="line 2: expected a line of a journal"):
+    with pytest.raises(JournalError, match=r"line 2: .*journal"):
         Journal.from_text("\n".join([lines[0], lines[1][:30], lines[2], ""]))
-    with pytest.raises(JournalError, match="line 3: expected a line of a journal"):
+    with pytest.raises(JournalError, match=r"line 3: .*journal"):
         Journal.from_text("\n".join([lines[0], lines[1], lines[2][:30], ""]))
 
 
@@ -85,10 +85,10 @@ def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"j.jsonl: expected a journal, got no file"):
         Journal.read(path)
     path.write_text("")
-    with pytest.raises(JournalError, match="expected a header line, got an empty file"):
+    with pytest.raises(JournalError, match=r"header.*, got an empty file"):
         Journal.read(path)
     path.write_text('{"format": 1, "meth')
-    with pytest.raises(JournalError, match="line 1: expected a line of a journal"):
+    with pytest.raises(JournalError, match=r"line 1: .*journal"):
         JournalFile.open(path)
     with pytest.raises(JournalError, match="expected no file, got a journal"):
         JournalFile.create(path, HEADER)
@@ -110,7 +110,7 @@ def test_a_prefix_grows_by_slices_that_overlap() -> None:
     assert [r.round for r in journal.records] == [1, 2, 4]
     assert journal.through == 5
     other = dataclasses.replace(record_of(4), lr=0.2)
-    with pytest.raises(JournalError, match="round 4: expected the record that is held already"):
+    with pytest.raises(JournalError, match=r"round 4: .*record"):
         journal.extend([other])
 
 
@@ -148,7 +148,7 @@ def test_a_slice_in_disorder_is_refused(after: int, through: int, rounds: tuple[
 def test_a_journal_of_another_model_is_refused() -> None:
     journal = journal_of(1)
     journal.check_model(LAYOUT, "ab" * 32)
-    with pytest.raises(JournalError, match="expected the model it was written for, got 1 tensors instead of 2"):
+    with pytest.raises(JournalError, match=r"model .*got 1 tensors instead of 2"):
         journal.check_model(Layout(LAYOUT.tensors[:1]))
     with pytest.raises(JournalError, match=r"base model 'digits-mlp' with fingerprint abab.* got cdcd"):
         journal.check_model(LAYOUT, "cd" * 32)

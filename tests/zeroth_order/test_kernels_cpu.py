@@ -35,6 +35,7 @@ FUSED = r"\b(?:vf?n?m(?:add|sub)\w*|fn?m(?:add|sub|la|ls)\w*)"
 ESTIMATED = r"\b(?:v?rsqrt\w*|v?rcp\w*|frecp\w*|frsqrt\w*)"
 
 
+@pytest.mark.slow
 def test_the_machine_code_neither_fuses_nor_approximates(tmp_path: Path) -> None:
     """Fused multiply-add (x86: vfmadd and relatives; Arm: fmadd, fmla) and reciprocal estimates would change bits.
 

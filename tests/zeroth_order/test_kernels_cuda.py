@@ -56,6 +56,7 @@ def test_every_format_and_rule_of_the_dispatcher_is_compiled() -> None:
 @pytest.mark.parametrize("distribution", Distribution)
 @pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("rule", backend_triton._RULE_CODES)
+@pytest.mark.slow
 def test_compiled_rounds_neither_fuse_nor_approximate(
     rule: str, number_format: str, distribution: Distribution
 ) -> None:
@@ -71,6 +72,7 @@ def test_compiled_rounds_neither_fuse_nor_approximate(
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
 @pytest.mark.parametrize("distribution", Distribution)
 @pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.slow
 def test_compiled_points_neither_fuse_nor_approximate(
     number_format: str, distribution: Distribution, scaled: bool, probed: bool
 ) -> None:

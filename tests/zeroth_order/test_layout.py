@@ -59,7 +59,7 @@ def test_torch_tensors_have_the_fingerprint_of_their_numbers() -> None:
 
 @pytest.mark.parametrize("bad", [{}, {"w": np.ones((0, 3), np.float32)}], ids=["no tensor", "no element"])
 def test_a_model_without_trainable_parameters_is_refused(bad: dict[str, np.ndarray]) -> None:
-    with pytest.raises(DirectionError, match="model: expected a trainable parameter, got none"):
+    with pytest.raises(DirectionError, match=r"model: .*trainable parameter, got none"):
         layout_of(bad)
 
 

@@ -124,6 +124,7 @@ def compiled_in_place() -> nn.Module:
     ids=["frozen", "empty", "strides", "tied by data", "view", "frozen alias", "scripted", "compiled"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_models_that_cannot_be_followed_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ProbeError, match=message):
         check_model(build())

@@ -75,7 +75,7 @@ def test_overlap_is_skipped_and_a_gap_is_refused() -> None:
     replica.advance(Slice(0, 4, tuple(records[:2])))
     late = Slice(5, 10, tuple(r for r in records if r.round > 5))
     assert not replica.can_apply(late)
-    with pytest.raises(ReplicaError, match="replica: expected a slice from round 4 or before, got one from round 5"):
+    with pytest.raises(ReplicaError, match=r"replica: .*slice from round 4 .*got one from round 5"):
         replica.advance(late)
     assert replica.advance(Slice(1, 10, tuple(records[1:]))) == 6
     assert replica.advance(Slice(0, 6, tuple(r for r in records if r.round <= 6))) == 0

@@ -26,6 +26,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     ("family", "layers"),
     [("llama", ["q_proj", "v_proj"]), ("opt", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"])],
 )
+@pytest.mark.slow
 def test_adapters_start_as_nothing_and_are_all_that_trains(
     folder_of: Callable[[str], Path], family: str, layers: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:

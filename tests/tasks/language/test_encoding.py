@@ -113,7 +113,7 @@ def test_other_words_are_refused_with_their_pieces(tokenizer: Any, words: tuple[
 
 
 def test_a_word_that_melts_into_the_template_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(TaskError, match=r"answer 'at'.*expected a token that begins after 'It was gre'.*'Ġgreat'"):
+    with pytest.raises(TaskError, match=r"answer 'at'.*after 'It was gre'.*'Ġgreat'"):
         following_ids(tokenizer, "It was gre", ["at"])
 
 
@@ -159,9 +159,7 @@ def test_the_start_token_counts_and_stays(tokenizer: Any) -> None:
 
 
 def test_a_length_below_the_template_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(
-        TaskError, match=r"'max-length': expected room for the template, got 1 tokens .*without sentence"
-    ):
+    with pytest.raises(TaskError, match=r"'max-length': .*template, got 1 tokens"):
         encode_prompts(tokenizer, PROMPTS["sst2"], [{"sentence": "good"}], 1)
 
 

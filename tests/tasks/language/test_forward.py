@@ -198,5 +198,5 @@ def test_a_model_that_changes_its_logits_is_refused(folder_of: Callable[[str], P
 def test_another_output_embedding_is_refused(folder_of: Callable[[str], Path]) -> None:
     model = load_causal_lm(str(folder_of("opt")), torch.float32)
     model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
-    with pytest.raises(TaskError, match=r"expected a plain linear layer as output embedding, got Sequential"):
+    with pytest.raises(TaskError, match=r"linear layer .*, got Sequential"):
         label_logits(model, padded([row(3)], "right"), LABELS)

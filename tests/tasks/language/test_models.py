@@ -173,10 +173,10 @@ def test_what_is_no_whole_causal_language_model_is_refused(tmp_path: Path, tiny:
     with pytest.raises(TaskError, match=r"got no weights for 'model\.layers\.2\..*missing\); use a checkpoint"):
         load_causal_lm(str(folder), torch.float32)
     change_config(folder, model_type="vit", architectures=None)
-    with pytest.raises(TaskError, match="expected a causal language model, got a model of type 'vit'"):
+    with pytest.raises(TaskError, match=r"causal language model, got .*type 'vit'"):
         load_causal_lm(str(folder), torch.float32)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(TaskError, match="expected a causal language model, got ValueError"):
+    with pytest.raises(TaskError, match="causal language model, got ValueError"):
         load_causal_lm(str(folder), torch.float32)
 
 
@@ -185,7 +185,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, tiny: ModuleType,
     folder = tiny.tiny_folder(tmp_path, family)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(TaskError, match=r"expected a tokenizer, got .*; use a folder that save_pretrained wrote"):
+    with pytest.raises(TaskError, match=r"tokenizer, got .*save_pretrained"):
         load_tokenizer(str(folder))
 
 
@@ -301,7 +301,7 @@ def test_a_tokenizer_that_is_not_in_the_cache_is_fetched(
     assert {path.name for path in snapshot.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     load_causal_lm("tiny/model", torch.float32)
     assert asked == []
-    with pytest.raises(TaskError, match=r"model 'tiny/model': expected a tokenizer, got .*; check id, revision"):
+    with pytest.raises(TaskError, match=r"model 'tiny/model': .*tokenizer, got"):
         load_tokenizer("tiny/model")
     assert any(path.startswith(f"/tiny/model/resolve/{COMMIT}/tokenizer") for path in asked)
     own = transformers.AutoTokenizer.from_pretrained
@@ -322,7 +322,7 @@ def test_a_model_of_the_wrong_kind_in_the_cache_is_refused_without_a_look_at_the
     folder = tiny.tiny_folder(tmp_path / "folder")
     change_config(folder, architectures=["LlamaForSequenceClassification"])
     put_in_cache(cache, "tiny/model", folder)
-    with pytest.raises(TaskError, match="expected a causal language model, got a model of type 'llama'"):
+    with pytest.raises(TaskError, match=r"causal language model, got .*type 'llama'"):
         load_causal_lm("tiny/model", torch.float32)
     assert asked == []
 

@@ -103,9 +103,7 @@ def test_an_answer_must_be_there(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named_with_both_ways_out(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_bytes((ROWS / "sst2" / "train.tsv").read_bytes())
-    with pytest.raises(
-        TaskError, match=r"got no sst2/dev.tsv; put it there, or start without --data-dir .*nyu-mll/glue"
-    ):
+    with pytest.raises(TaskError, match=r"got no sst2/dev.tsv;.*--data-dir .*nyu-mll/glue"):
         read("sst2", tmp_path)
 
 
@@ -154,9 +152,7 @@ def test_without_a_data_folder_the_hub_is_asked(
 
 def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, {})
-    with pytest.raises(
-        TaskError, match=r"got ConnectionError: no route to the hub; connect .*sst2/train.tsv .*--data-dir"
-    ):
+    with pytest.raises(TaskError, match=r"got ConnectionError: no route to the hub;.*sst2/train.tsv .*--data-dir"):
         read("sst2", None)
 
 

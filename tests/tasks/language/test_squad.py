@@ -75,6 +75,7 @@ def test_the_loss_is_that_of_the_answers(task: Any) -> None:
     torch.testing.assert_close(loss.double(), torch.stack(expected).mean(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_learnt_the_answers_scores_one(task: Any) -> None:
     """Full training by gradient descent on the test rows, then generation without the answers."""
     _, test = task.load()
@@ -151,7 +152,7 @@ def test_free_text_has_no_classes_to_split_by(make: Callable[..., Any]) -> None:
 
 
 def test_the_answer_needs_positions_too(make: Callable[..., Any]) -> None:
-    with pytest.raises(TaskError, match=r"'max-length': expected at most the 256 positions .* less 48 for the answer"):
+    with pytest.raises(TaskError, match=r"'max-length': .* 256 positions .* 48 "):
         make(max_length=256).initial_arrays(0)
 
 

@@ -288,6 +288,7 @@ def short(
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedpm", "decomfl", "hiso", "fedzo"])
+@pytest.mark.slow
 def test_tied_weights_stay_tied_and_travel_once(
     short: Callable[..., runs.Left], make: Callable[..., Any], method: str
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_probe_moves_a_tied_weight_once(make: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedadam", "hiso", "fedzo"])
+@pytest.mark.slow
 def test_adapters_train_and_the_model_does_not(
     short: Callable[..., runs.Left], make: Callable[..., Any], method: str
 ) -> None:
@@ -344,6 +346,7 @@ def test_adapters_train_and_the_model_does_not(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.slow
 def test_a_scalar_only_run_is_replayed_bit_for_bit(short: Callable[..., runs.Left], dtype: str) -> None:
     left = short("run", "hiso", "llama", f'dtype = "{dtype}"', **{"hiso.fingerprint-every": 1, "hiso.mu": 1e-2})
     replayed = replay(left.folder.journal_path, left.folder.initial_path)
@@ -352,6 +355,7 @@ def test_a_scalar_only_run_is_replayed_bit_for_bit(short: Callable[..., runs.Lef
 
 
 @pytest.mark.parametrize(("method", "dtype"), [("hiso", "bfloat16"), ("hiso", "float16"), ("fedzo", "float16")])
+@pytest.mark.slow
 def test_the_row_of_a_round_says_what_half_precision_does_to_probes(
     short: Callable[..., runs.Left], method: str, dtype: str
 ) -> None:
@@ -364,6 +368,7 @@ def test_the_row_of_a_round_says_what_half_precision_does_to_probes(
 
 
 @pytest.mark.parametrize("options", ["", 'dtype = "bfloat16"\nlora-rank = 2'], ids=["float32", "float32 adapters"])
+@pytest.mark.slow
 def test_float32_parameters_have_no_word_about_half_precision(short: Callable[..., runs.Left], options: str) -> None:
     for row in short("run", "hiso", options=options).rows("train"):
         assert "train-loss" in row
@@ -371,12 +376,14 @@ def test_float32_parameters_have_no_word_about_half_precision(short: Callable[..
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedzo"])
+@pytest.mark.slow
 def test_patterns_of_bfloat16_are_not_averaged(short: Callable[..., runs.Left], method: str) -> None:
     with pytest.raises(TaskError, match=r"FedAvg, model tensor .*got bfloat16.*scalar-only method"):
         short("run", method, options='dtype = "bfloat16"')
     short("adapters", method, options='dtype = "bfloat16"\nlora-rank = 2')
 
 
+@pytest.mark.slow
 def test_the_whole_model_trains_with_a_server_optimiser(
     short: Callable[..., runs.Left], make: Callable[..., Any]
 ) -> None:
@@ -392,12 +399,14 @@ def test_no_method_starts_on_a_language_model_with_the_learning_rate_of_a_small_
     assert resolve_settings({"method": method, "task": "sst2"}).lr <= 0.01
 
 
+@pytest.mark.slow
 def test_squad_runs(short: Callable[..., runs.Left]) -> None:
     left = short("run", "decomfl", task="squad", partition="iid", options="eval-examples = 1", **{"evaluate-every": 2})
     [last] = [row for row in left.rows("evaluate") if row["round"] == 2]
     assert last.keys() >= {"test-f1", "test-exact-match", "test-loss"}
 
 
+@pytest.mark.slow
 def test_fedavg_learns(short: Callable[..., runs.Left]) -> None:
     left = short("run", "fedavg", "llama", lr=0.5, **{"num-server-rounds": 6, "local-steps": 4, "alpha": 100.0})
     losses = [row["train-loss"] for row in left.rows("train")]
