@@ -96,15 +96,18 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
     """Replace a file by new text; a kill leaves the old or the new one, whole.
 
     Args:
         path: The file.
         text: Its new content.
+        mode: Who may read it; None for what the umask says.
     """
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(text, encoding="utf-8")
+    if mode is not None:
+        aside.chmod(mode)
     sync_file(aside)
     aside.replace(path)
     sync_folder(path.parent)
