@@ -165,7 +165,7 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write named arrays as safetensors, with their order.
 
     Args:
-        path: The file.
+        path: The file; its mode is what it was, or what the umask says.
         arrays: Name -> boolean, integer, floating or complex array of any shape, ``()`` included.
 
     Raises:
@@ -173,9 +173,12 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     plain = {name: _plain(name, array) for name, array in arrays.items()}
     try:
+        path.touch()
+        mode = path.stat().st_mode & 0o777  # safetensors makes files for their owner only, whatever the umask.
         # The format sorts tensors by dtype and name; the order of the model is kept beside them.
         save_file(plain, path, metadata={_NAMES: json.dumps(list(arrays))})
-    except SafetensorError as error:
+        path.chmod(mode)
+    except (SafetensorError, OSError) as error:
         size = sum(array.nbytes for array in plain.values())
         expected, do = f"to write {size} bytes", "make room, or choose a folder that can be written"
         raise CheckpointError(str(path), expected=expected, got=str(error), do=do) from error
