@@ -20,7 +20,8 @@ def private_folder(root: Path, *names: str) -> Path:
         The last folder.
     """
     for parent in (*reversed(root.parents), root):
-        parent.exists() or parent.mkdir(mode=0o700, exist_ok=True)
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
     folder = root
     for name in names:
         folder /= name

@@ -125,7 +125,8 @@ def stable_step(work: ClientWork, problem: LocalProblem, lam: float, step: float
     try:
         yield {STEP_LIMIT: limit}
     except TaskError as error:
-        raise TaskError(f"{error}; {unstable_step(limit)}") from error
+        do = "; ".join(filter(None, (error.do, unstable_step(limit))))
+        raise TaskError(error.where, expected=error.expected, got=error.got, do=do) from error
 
 
 def finish(
