@@ -163,7 +163,7 @@ class NodeRules(SettingsModel):
             for suffix in SUFFIXES:
                 path = Path(f"{place}{suffix}")
                 inside = any(path.resolve().is_relative_to(folder) for folder in folders)
-                if not inside and (leads_away or path.exists()):
+                if not inside and ((leads_away and not suffix) or path.exists()):
                     raise _refused(key, "a path in the data folders of the node", repr(value), "data-dirs")
 
 

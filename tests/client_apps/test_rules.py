@@ -170,7 +170,7 @@ def test_every_option_that_names_a_file_is_declared_so() -> None:
             assert is_path(field) == (names and key != "num-features"), (row.name, key)
 
 
-@pytest.mark.parametrize("key", ["alow-tasks", "data-dir", "max-local-epoch", "partition_id"])
+@pytest.mark.parametrize("key", ["alow-tasks", "data-dir", "max-local-epoch", "partitionid"])
 def test_a_rule_that_is_misspelt_is_not_missed(key: str) -> None:
     with pytest.raises(SettingsError, match=f"node 7, node config '{key}': .*did you mean"):
         Node.of(context_of({}, **{key: 1}))
@@ -259,5 +259,5 @@ def test_an_error_that_is_not_ours_tells_a_server_its_kind_and_place(monkeypatch
 
 
 def test_a_refusal_tells_the_server_what_was_refused() -> None:
-    with pytest.raises(ClientError, match="SettingsError: setting 'task': expected one .*got 'os:x'; .*'allow-tasks'"):
+    with pytest.raises(ClientError, match=r"SettingsError: setting 'task': expected one .*got 'os:x'; .*'allow-tasks'"):
         query({"task": "os:x"})
