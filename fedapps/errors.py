@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
+
+WITHHELD = "what only the log of that machine tells"
+"""Stands for the content of a file in an error that leaves the machine."""
 
 
 class FedAppsError(Exception):
@@ -16,8 +20,20 @@ class FedAppsError(Exception):
         do: What the reader can do about it, where that is not plain from the rest.
     """
 
+    READS_FILES: ClassVar[bool] = False
+    """Whether what came may be the content of a file, which stays on its machine."""
+
     def __init__(self, where: str = "", *, expected: str = "", got: str = "", do: str = "") -> None:
         super().__init__(explain(where, expected=expected, got=got, do=do) if expected else where)
+        self.where, self.expected, self.got, self.do = where, expected, got, do
+
+    def outside(self) -> str:
+        """Say what another machine may know: of errors that read files, all but what came."""
+        if not self.READS_FILES:
+            return str(self)
+        if not self.expected:
+            return WITHHELD
+        return explain(self.where, expected=self.expected, got=WITHHELD, do=self.do)
 
 
 class SettingsError(FedAppsError, ValueError):
@@ -35,6 +51,8 @@ class CurvatureError(FedAppsError, ArithmeticError):
 class TaskError(FedAppsError, ValueError):
     """A task, its data or its partition cannot be used as asked."""
 
+    READS_FILES = True
+
 
 class RosterError(FedAppsError):
     """The nodes that are connected do not fit the run."""
@@ -46,6 +64,8 @@ class RoundFailedError(FedAppsError):
 
 class CheckpointError(FedAppsError):
     """A run folder cannot be resumed as asked."""
+
+    READS_FILES = True
 
 
 class LaunchError(FedAppsError):

@@ -31,19 +31,20 @@ AUTO = "auto"
 """Value in the run config of a key whose value the registry supplies for each method and task."""
 
 
-def setting(default: Any, about: str, *, tuned: bool = False, **bounds: Any) -> Any:
+def setting(default: Any, about: str, *, tuned: bool = False, path: bool = False, **bounds: Any) -> Any:
     """Declare a key: a field of a settings class, annotated bool, int, float, str, a ``Literal`` of strings or a ``StrEnum``.
 
     Args:
         default: Value where nothing else is said; ``...`` for a key without one.
         about: Meaning, with unit; shown in the settings table.
         tuned: Whether the registry has a value for each method and task: the run config then holds ``"auto"``.
+        path: Whether it may name a file or a folder, which a node reads only where its own configuration allows it.
         **bounds: ``gt``, ``ge``, ``lt`` or ``le`` of a number.
 
     Returns:
         A field of pydantic.
     """
-    return Field(default, description=about, json_schema_extra={"tuned": tuned}, **bounds)
+    return Field(default, description=about, json_schema_extra={"tuned": tuned, "path": path}, **bounds)
 
 
 class SettingsModel(BaseModel):
@@ -305,6 +306,11 @@ def all_keys(groups: Mapping[str, type[SettingsModel]]) -> dict[str, FieldInfo]:
 def is_tuned(field: FieldInfo) -> bool:
     """Tell whether the registry has a value of this field for each method and task."""
     return isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("tuned") is True
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Tell whether a field may name a file or a folder."""
+    return isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("path") is True
 
 
 def default_of(field: FieldInfo) -> Scalar:

@@ -7,14 +7,14 @@ from flwr.clientapp import ClientApp
 
 import fedapps
 from fedapps.client_apps.personal_models import evaluate_model
+from fedapps.client_apps.rules import errors_hold_no_content
 from fedapps.client_apps.work import Node, unpack_work
 from fedapps.compute import choose_device, pinned
 from fedapps.messages.node_facts import NODE, NodeFacts
 from fedapps.messages.schema import METRICS, NUM_EXAMPLES
-from fedapps.methods import get_method, resolve_settings
-from fedapps.tasks.from_settings import load_task_of
+from fedapps.methods import get_method
 
-app = ClientApp()
+app = ClientApp(mods=[errors_hold_no_content])
 
 
 @app.query()
@@ -28,10 +28,10 @@ def query(message: Message, context: Context) -> Message:
     Returns:
         The facts of the node, which the server checks before training.
     """
-    settings = resolve_settings(context.run_config)
     node = Node.of(context)
+    settings = node.rules.resolve(context.run_config)
     with pinned(settings.compute_threads):
-        task = load_task_of(settings)
+        task = node.rules.load_task(settings)
         method = get_method(settings.method)
         facts = NodeFacts(
             partition=node.partition,
@@ -63,7 +63,7 @@ def train(message: Message, context: Context) -> Message:
     Returns:
         The method's reply.
     """
-    settings = resolve_settings(context.run_config)
+    settings = Node.of(context).rules.resolve(context.run_config)
     client = get_method(settings.method).load_client()
     with pinned(settings.compute_threads):
         content = client(unpack_work(message, context))

@@ -22,6 +22,7 @@ from fedapps.client_apps.work import ClientWork
 from fedapps.errors import MessageError, TaskError
 from fedapps.messages.schema import METRICS, STEP_LIMIT, STORE_LOST, Arrays
 from fedapps.personalization.proximal import safe_step, unstable_step
+from fedapps.private_files import OWNER_ONLY
 from fedapps.results.storage import save_arrays, sync_file, to_json, write_atomically
 
 MODEL = "personal/"
@@ -124,7 +125,8 @@ def stable_step(work: ClientWork, problem: LocalProblem, lam: float, step: float
     try:
         yield {STEP_LIMIT: limit}
     except TaskError as error:
-        raise TaskError(f"{error}; {unstable_step(limit)}") from error
+        do = "; ".join(filter(None, (error.do, unstable_step(limit))))
+        raise TaskError(error.where, expected=error.expected, got=error.got, do=do) from error
 
 
 def finish(
@@ -201,13 +203,13 @@ def export_personal(work: ClientWork, model: Arrays, metrics: Mapping[str, float
         metrics: What it was measured at, for the manifest.
 
     Returns:
-        Path of the model. The folder ``personal`` lies beside the stores of the experiment's clients.
+        Path of the model. The folder ``personal`` lies beside the stores of the experiment's clients; as they, it is for
+        its owner only.
     """
-    folder = work.store.folder.parent / "personal"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{work.node.partition}.safetensors"
+    path = work.store.private_folder("personal") / f"{work.node.partition}.safetensors"
     aside = path.with_name(f".{path.name}.tmp")
     save_arrays(aside, model)
+    aside.chmod(OWNER_ONLY)
     sync_file(aside)
     aside.replace(path)
     manifest: dict[str, Any] = {
@@ -226,7 +228,7 @@ def export_personal(work: ClientWork, model: Arrays, metrics: Mapping[str, float
         "tensors": {name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in model.items()},
         "metrics": dict(metrics),
     }
-    write_atomically(path.with_suffix(".json"), to_json(manifest, indent=2) + "\n")
+    write_atomically(path.with_suffix(".json"), to_json(manifest, indent=2) + "\n", mode=OWNER_ONLY)
     return path
 
 

@@ -25,6 +25,7 @@ from fedapps.client_apps.work import ClientWork
 from fedapps.errors import FedAppsError
 from fedapps.messages.scalars import JOURNAL, JournalPart
 from fedapps.methods.zeroth_order import scheme_of
+from fedapps.private_files import OWNER_ONLY, private_folder
 from fedapps.results.storage import write_atomically
 from fedapps.zeroth_order.errors import AstrayError, JournalError, ReplicaError
 from fedapps.zeroth_order.journal import BaseModel, Header, Journal
@@ -286,7 +287,7 @@ def _base(work: ClientWork, header: Header) -> dict[str, Any]:
 
 def _store_folder(work: ClientWork) -> Path:
     """One replica a node, not one a run: it is as large as the model."""
-    return Path(work.node.state_dir or "") / "replicas" / f"client-{work.node.partition}"
+    return private_folder(Path(work.node.state_dir or ""), "replicas", f"client-{work.node.partition}")
 
 
 def _applied_path(folder: Path) -> Path:
@@ -305,4 +306,4 @@ def _keep_applied(held: _Held, work: ClientWork, journal: Journal) -> None:
     """Say what the replica is about to be made of, before it is."""
     held.applied = Journal(journal.header, list(journal.records), journal.through)
     if isinstance(held.keeper, Store):
-        write_atomically(_applied_path(_store_folder(work)), journal.to_text())
+        write_atomically(_applied_path(_store_folder(work)), journal.to_text(), mode=OWNER_ONLY)

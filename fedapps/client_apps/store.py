@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedapps.errors import CheckpointError
+from fedapps.errors import CheckpointError, MessageError
+from fedapps.private_files import OWNER_ONLY, private_folder
 from fedapps.results.storage import load_arrays, save_arrays, sync_file
 
 logger = getLogger("flwr")
@@ -32,10 +33,22 @@ class ClientStore:
         root: The state folder.
         experiment: Identity of the experiment, kept over a resume.
         partition: Partition id of the client.
+
+    Raises:
+        MessageError: The identity is no name of a folder.
     """
 
     def __init__(self, root: Path, experiment: str, partition: int) -> None:
-        self.folder = root / (re.sub(r"[^\w.-]+", "-", experiment) or "experiment") / f"client-{partition}"
+        name = re.sub(r"[^\w.-]+", "-", experiment) or "experiment"
+        if not name.strip(".") or len(name.encode()) > 255:  # "." and ".." are folders that are there
+            raise MessageError(
+                f"client {partition}, entry 'experiment'",
+                expected="a name that a folder can have",
+                got=repr(experiment[:300]),
+                do="the server names an experiment by method, task, seed and a random part",
+            )
+        self._root = root
+        self.folder = root / name / f"client-{partition}"
 
     def rounds(self) -> list[int]:
         """List the rounds of which a version is kept, oldest first."""
@@ -73,11 +86,12 @@ class ClientStore:
             state: Name -> array.
             last_folded: Round of the version that the client started from; it is kept.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.private_folder(self.folder.name)
         handle, aside = tempfile.mkstemp(dir=self.folder, prefix="aside-")
         os.close(handle)
         try:
             save_arrays(Path(aside), state)
+            os.chmod(aside, OWNER_ONLY)
             sync_file(Path(aside))
             os.replace(aside, self._path(server_round))
         except BaseException:
@@ -87,6 +101,17 @@ class ClientStore:
         for old in self.rounds():
             if old not in (server_round, last_folded):
                 self._path(old).unlink(missing_ok=True)
+
+    def private_folder(self, name: str) -> Path:
+        """Make a folder of the experiment that only its owner can open.
+
+        Args:
+            name: Its name, beside those of the clients' stores.
+
+        Returns:
+            The folder.
+        """
+        return private_folder(self._root, self.folder.parent.name, name)
 
     def _path(self, server_round: int) -> Path:
         return self.folder / f"round-{server_round}.safetensors"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from flwr.app import Context, Message, MetricRecord
 
+from fedapps.client_apps.rules import NodeRules
 from fedapps.client_apps.store import ClientStore
 from fedapps.compute import choose_device, generator
-from fedapps.errors import MessageError, TaskError
+from fedapps.errors import MessageError, SettingsError
 from fedapps.messages.schema import (
     ARRAYS,
     CONFIG,
@@ -26,9 +27,7 @@ from fedapps.messages.schema import (
     missing_record,
     unpack,
 )
-from fedapps.methods import resolve_settings
 from fedapps.settings import Settings
-from fedapps.tasks.from_settings import load_task_of
 
 if TYPE_CHECKING:
     from fedapps.tasks.base import ClientData, Task
@@ -42,11 +41,13 @@ class Node:
         partition: Partition id, the client's identity.
         num_partitions: Number of partitions.
         state_dir: Folder for the client's persistent state, or None.
+        rules: What the node allows.
     """
 
     partition: int
     num_partitions: int
     state_dir: Path | None
+    rules: NodeRules = field(default_factory=NodeRules)
 
     @classmethod
     def of(cls, context: Context) -> Node:
@@ -59,13 +60,13 @@ class Node:
             The node.
 
         Raises:
-            TaskError: ``partition-id`` or ``num-partitions`` is absent or not an integer in range.
+            SettingsError: ``partition-id`` or ``num-partitions`` is absent or not an integer in range, or a rule is wrong.
         """
         numbers = []
         for key in ("partition-id", "num-partitions"):
             value = context.node_config.get(key)
-            if not str(value).isdigit():
-                raise TaskError(
+            if not (str(value).isascii() and str(value).isdigit()):
+                raise SettingsError(
                     f"node {context.node_id}, node config '{key}'",
                     expected="an integer from 0",
                     got="nothing" if value is None else repr(value),
@@ -74,14 +75,14 @@ class Node:
             numbers.append(int(str(value)))
         partition, num_partitions = numbers
         if partition >= num_partitions:
-            raise TaskError(
+            raise SettingsError(
                 f"node {context.node_id}",
                 expected=f"a partition-id below num-partitions = {num_partitions}",
                 got=str(partition),
                 do="count partitions from 0",
             )
-        state_dir = context.node_config.get("state-dir")
-        return cls(partition, num_partitions, Path(str(state_dir)) if state_dir else None)
+        rules = NodeRules.of(context.node_config, f"node {context.node_id}, node config")
+        return cls(partition, num_partitions, Path(rules.state_dir).expanduser() if rules.state_dir else None, rules)
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,10 @@ class ClientWork:
 
     @cached_property
     def store(self) -> ClientStore:
-        """The client's persistent state: beside the node if it names a folder, else in the run folder."""
+        """The client's persistent state: beside the node if it names a folder, else in a run folder of the same user."""
         if self.node.state_dir is not None:
             root = self.node.state_dir
-        elif self.run_dir and Path(self.run_dir).is_dir():
+        elif self.node.rules.trust_server and self.run_dir and Path(self.run_dir).is_dir():
             root = Path(self.run_dir) / "clients"
         else:
             root = Path(os.environ.get("FEDAPPS_STATE", Path.home() / ".fedapps" / "clients"))
@@ -208,18 +209,18 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
         The work.
 
     Raises:
-        SettingsError: The run config is wrong.
-        TaskError: The node's config or the task is wrong, or the client has no examples.
+        SettingsError: The run config or the node's is wrong, or the node does not allow what is asked.
+        TaskError: The task is wrong, or the client has no examples.
         MessageError: A record or an entry of the message is absent.
     """
-    settings = resolve_settings(context.run_config)
     node = Node.of(context)
+    settings = node.rules.resolve(context.run_config)
     records = unpack(message.content, "server's message")
     for name in (ARRAYS, CONFIG):
         if name not in records:
             raise missing_record("server's message", name, "record", message.content)
     arrays, config = records.pop(ARRAYS), records.pop(CONFIG)
-    task = load_task_of(settings)
+    task = node.rules.load_task(settings)
     data = task.client_data(node.partition, node.num_partitions)
     return ClientWork(
         settings=settings,

@@ -199,9 +199,12 @@ def _write_adapters(replayed: ReplayedModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(replayed.model, adapter_name="default")
     named = {f"{OF_PEFT}{name}": value.contiguous() for name, value in state.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = folder / "adapter_model.safetensors"
+    save_file(named, weights, metadata={"format": "pt"})
     model: Any = replayed.model
     config = model.peft_config["default"]
     config.base_model_name_or_path = replayed.source
     config.task_type, config.inference_mode = "CAUSAL_LM", True
     config.save_pretrained(str(folder))
+    # safetensors makes files for their owner only, whatever the umask.
+    weights.chmod((folder / "adapter_config.json").stat().st_mode & 0o777)

@@ -129,15 +129,18 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
     """Replace a file by new text; a kill leaves the old or the new one, whole.
 
     Args:
         path: The file.
         text: Its new content.
+        mode: Who may read it; None for what the umask says.
     """
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(text, encoding="utf-8")
+    if mode is not None:
+        aside.chmod(mode)
     sync_file(aside)
     aside.replace(path)
     sync_folder(path.parent)
@@ -236,7 +239,7 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write named arrays as safetensors, with their order.
 
     Args:
-        path: The file.
+        path: The file; its mode is what it was, or what the umask says.
         arrays: Name -> boolean, integer, floating or complex array of any shape, ``()`` included.
 
     Raises:
@@ -244,9 +247,12 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     plain = {name: _plain(name, array) for name, array in arrays.items()}
     try:
+        path.touch()
+        mode = path.stat().st_mode & 0o777  # safetensors makes files for their owner only, whatever the umask.
         # The format sorts tensors by dtype and name; the order of the model is kept beside them.
         save_file(plain, path, metadata={_NAMES: json.dumps(list(arrays))})
-    except SafetensorError as error:
+        path.chmod(mode)
+    except (SafetensorError, OSError) as error:
         size = sum(array.nbytes for array in plain.values())
         expected, do = f"to write {size} bytes", "make room, or choose a folder that can be written"
         raise CheckpointError(str(path), expected=expected, got=str(error), do=do) from error

@@ -276,6 +276,17 @@ class Task(ABC):
         folder = self.config.data_dir or os.environ.get(DATA_VARIABLE)
         return Path(folder).expanduser() if folder else None
 
+    def places(self, name: str) -> list[Path]:
+        """Tell where a file or folder that an option names is looked for; such options are declared with ``path=True``.
+
+        Args:
+            name: Value of the option.
+
+        Returns:
+            Paths, without the ending of a compression; by default as seen from the working folder.
+        """
+        return [Path(name).expanduser()]
+
     def client_data(self, partition: int, num_partitions: int) -> ClientData:
         """Give the data of one client.
 

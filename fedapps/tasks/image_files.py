@@ -48,7 +48,7 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
         raise _wrong(path, f"an IDX file of unsigned bytes with {num_dims} dimension(s)", f"first bytes {raw[:4]!r}")
     shape = tuple(int(size) for size in np.frombuffer(raw, ">u4", num_dims, offset=4))
     if len(raw) - header != np.prod(shape, dtype=np.int64):
-        raise _wrong(path, f"{shape} bytes, as its header says", f"{len(raw) - header} bytes")
+        raise _wrong(path, "as many bytes as its header says", f"{len(raw) - header} bytes for shape {shape}")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 

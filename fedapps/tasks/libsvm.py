@@ -39,8 +39,8 @@ class LibsvmTask(ConvexTask):
     class Options(ConvexTask.Options):
         """Options of a LIBSVM file."""
 
-        file: str = setting("", "training file: a path, or a name in the data folder or its libsvm folder")
-        test_file: str = setting("", "test file; empty = no test set")
+        file: str = setting("", "training file: a path, or a name in the data folder or its libsvm folder", path=True)
+        test_file: str = setting("", "test file; empty = no test set", path=True)
         num_features: int = setting(0, "number of features; 0 = the largest index in the files")
 
     @override
@@ -59,6 +59,13 @@ class LibsvmTask(ConvexTask):
         test = read_libsvm(test_paths[0], self.options.num_features)
         width = max(train[0].shape[1], test[0].shape[1])
         return _data(train, classes, train_path, width), _data(test, classes, test_paths[0], width)
+
+    @override
+    def places(self, name: str) -> list[Path]:
+        """Look in the data folder, and there in the folder ``libsvm``."""
+        path, folder = Path(name).expanduser(), self.data_dir
+        folders = [folder, folder / "libsvm"] if folder else []
+        return [path] if path.is_absolute() else [folder / path for folder in folders]
 
     @override
     def checksums(self) -> dict[str, str]:
@@ -86,9 +93,7 @@ class LibsvmTask(ConvexTask):
         return {key: self._find(name) for key, name in wanted.items() if name}
 
     def _find(self, name: str) -> Path:
-        path, folder = Path(name).expanduser(), self.data_dir
-        folders = [folder, folder / "libsvm"] if folder else []
-        places = [path] if path.is_absolute() else [folder / path for folder in folders]
+        places = self.places(name)
         if found := find_compressed(places):
             return found
         looked = " and ".join(map(str, places)) or f"no folder, since neither --data-dir nor {DATA_VARIABLE} is set"
@@ -106,8 +111,8 @@ class A9aTask(LibsvmTask):
     class Options(LibsvmTask.Options):
         """The files of a9a."""
 
-        file: str = setting("a9a", "training file")
-        test_file: str = setting("a9a.t", "test file; empty = no test set")
+        file: str = setting("a9a", "training file", path=True)
+        test_file: str = setting("a9a.t", "test file; empty = no test set", path=True)
         num_features: int = setting(123, "number of features (the last one never occurs in the test file)")
 
 
@@ -117,7 +122,7 @@ class W8aTask(LibsvmTask):
     class Options(LibsvmTask.Options):
         """The file of w8a."""
 
-        file: str = setting("w8a", "training file")
+        file: str = setting("w8a", "training file", path=True)
         num_features: int = setting(300, "number of features")
 
 
@@ -244,8 +249,8 @@ def _data(content: tuple[csr_array, NDArray[np.float64]], classes: tuple[float, 
     if len(others):
         raise TaskError(
             f"file {path}, line {line_of_row(path, int(others[0]))}",
-            expected=f"one of two labels, {classes[0]:g} or {classes[1]:g}",
-            got=f"label {labels[others[0]]:g}",
+            expected="one of two labels",
+            got=f"label {labels[others[0]]:g}, where the others are {classes[0]:g} or {classes[1]:g}",
             do="logistic regression tells two classes apart: use a binary data set",
         )
     wide: Any = csr_array((features.data, features.indices, features.indptr), shape=(len(labels), width))

@@ -16,6 +16,8 @@ class ScalarError(FedAppsError, ValueError):
 class JournalError(FedAppsError, ValueError):
     """A journal cannot be read, or does not belong to this model or run."""
 
+    READS_FILES = True
+
 
 class ProbeError(FedAppsError, ValueError):
     """A model cannot be probed as asked."""

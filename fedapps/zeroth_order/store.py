@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapps.private_files import private_folder, private_opener
 from fedapps.zeroth_order.journal import Header, Slice, header_line
 from fedapps.zeroth_order.layout import TensorSpec
 from fedapps.zeroth_order.replica import Base, Replica
@@ -55,7 +56,7 @@ class Store:
         """Open a store; a state that is missing, of another run or half applied is started from the base model.
 
         Args:
-            folder: The store's folder; made if missing.
+            folder: The store's folder, made if missing; it and its files are for their owner only.
             header: The run's journal header: the key of the state.
             base: Loads the parameters at the start of the run; called only if the state must be started.
             threads: Of the kernels.
@@ -63,10 +64,10 @@ class Store:
         Raises:
             ReplicaError: The base model has other tensors than the header.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder.parent, folder.name)
         self._folder = folder
         self._key = hashlib.sha256(header_line(header).encode("utf-8")).hexdigest()
-        self._lock = (folder / "lock").open("w")
+        self._lock = open(folder / "lock", "w", opener=private_opener)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             self.rebuilt = self._fault(header)
@@ -149,7 +150,7 @@ class Store:
         else:
             start = 0
             path.unlink(missing_ok=True)
-            with path.open("wb") as stream:
+            with open(path, "wb", opener=private_opener) as stream:
                 os.posix_fallocate(stream.fileno(), 0, _size(header))  # a full disk is an error here, not a crash later
         memory = np.memmap(path, np.uint8, "r+")
         theta: dict[str, Tensor] = {}
@@ -164,7 +165,7 @@ class Store:
     def _mark(self, *, applying: bool) -> None:
         mark = {"key": self._key, "round": self.replica.round, "applying": applying, "boot": _boot_id()}
         aside = self._folder / "state.json.new"
-        with aside.open("w", encoding="utf-8") as stream:
+        with open(aside, "w", encoding="utf-8", opener=private_opener) as stream:
             json.dump(mark, stream)
             stream.flush()
             os.fsync(stream.fileno())

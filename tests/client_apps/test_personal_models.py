@@ -110,6 +110,10 @@ def test_both_models_are_measured_and_the_personal_one_exported_after_the_last_r
     assert manifest["metrics"]["personal-test-accuracy"] == 1.0
     export_personal(work_of(tmp_path), {"weights": np.zeros(2)}, {})  # Written anew, nothing left aside.
     assert sorted(path.name for path in folder.iterdir()) == ["4.json", "4.safetensors"]
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        0o600
+    }  # The server asked for it, not the client.
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def limit_of(work: ClientWork, lam: float) -> float:

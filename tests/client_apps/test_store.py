@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from fedapps.client_apps import store as store_module
 from fedapps.client_apps.store import ClientStore
+from fedapps.errors import MessageError
 
 
 def value_of(state: dict[str, np.ndarray] | None) -> float | None:
@@ -91,3 +93,35 @@ def test_a_lost_version_is_logged_and_answered_with_none(
     path.unlink() if damage == "removed" else path.write_bytes(path.read_bytes()[:20])
     assert store.load(2) is None
     assert "the state of round 2 is lost" in logged[0]
+
+
+@pytest.mark.parametrize("experiment", ["..", ".", "...", "x" * 300])
+def test_an_experiment_that_is_no_name_of_a_folder_is_refused(tmp_path: Path, experiment: str) -> None:
+    """``..`` would leave the state folder, and delete files there."""
+    with pytest.raises(MessageError, match="client 3, entry 'experiment': expected a name"):
+        ClientStore(tmp_path / "state", experiment, 3)
+
+
+@pytest.mark.parametrize("experiment", ["../../escape", "/etc", "a/../../b", "", "\x00"])
+def test_no_experiment_leaves_the_state_folder(tmp_path: Path, experiment: str) -> None:
+    store = ClientStore(tmp_path / "state", experiment, 3)
+    store.save(1, {"c": np.array(1.0)}, last_folded=0)
+    assert store.folder.resolve().parent.parent == (tmp_path / "state").resolve()
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_a_client_state_is_for_its_owner_only(tmp_path: Path, umask: int) -> None:
+    """Whatever the umask, and also where an earlier version left folders that others can open."""
+    before = os.umask(umask)
+    try:
+        store = make_store(tmp_path / "state")
+        store.folder.mkdir(parents=True)
+        store.save(1, {"c": np.array(1.0)}, last_folded=0)
+        make_store(tmp_path / "new" / "state").save(1, {"c": np.array(1.0)}, last_folded=0)
+    finally:
+        os.umask(before)
+    (new,) = (tmp_path / "new").rglob("*.safetensors")
+    private = [*[*new.parents][:4], store.folder, store.folder.parent]
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.safetensors")} == {0o600}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta, timezone
@@ -100,6 +101,16 @@ def test_settings_environment_summary_and_model_come_back(folder: RunFolder) -> 
     assert back["n"].shape == ()
     np.testing.assert_array_equal(back["w"], arrays["w"])
     assert not [path for path in folder.path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_final_model_is_as_readable_as_the_umask_says(folder: RunFolder, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder.write_model({"w": np.zeros(2)})
+    finally:
+        os.umask(before)
+    assert folder.model_path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_files_that_cannot_be_read_are_named(folder: RunFolder) -> None:

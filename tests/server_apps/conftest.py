@@ -11,9 +11,12 @@ import pytest
 from flwr.app import Context
 
 from fedapps.client_apps import replicas
+from fedapps.client_apps.rules import NodeRules
 from fedapps.client_apps.work import Node
 
 from ..simulation import runs
+
+TRUSTING = NodeRules(trust_server=True)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Pa
 
     def of(context: Context) -> Node:
         partition = int(context.node_config["partition-id"])
-        return Node(partition, int(context.node_config["num-partitions"]), folder(partition))
+        return Node(partition, int(context.node_config["num-partitions"]), folder(partition), TRUSTING)
 
     monkeypatch.setattr(Node, "of", of)
     return folder

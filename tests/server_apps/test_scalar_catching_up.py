@@ -14,6 +14,7 @@ import torch
 from flwr.app import Context
 
 from fedapps.client_apps import hiso, replicas
+from fedapps.client_apps.rules import NodeRules
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.results.replay import verify
 from fedapps.strategies.hiso import HiSo
@@ -53,7 +54,12 @@ def test_stores_on_nodes_write_the_journal_of_one_process(tmp_path: Path, nodes:
 
 
 def _plain_node(context: Context) -> Node:
-    return Node(int(context.node_config["partition-id"]), int(context.node_config["num-partitions"]), None)
+    return Node(
+        int(context.node_config["partition-id"]),
+        int(context.node_config["num-partitions"]),
+        None,
+        NodeRules(trust_server=True),
+    )
 
 
 def test_a_client_that_lost_its_journal_gets_it_within_the_round(

@@ -205,3 +205,16 @@ def test_without_an_id_of_the_boot_no_state_outlives_its_process(
             assert store.rebuilt == "the machine was restarted"
 
     assert in_child(reopened) == 0
+
+
+def test_a_replica_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with Store(tmp_path / "s", HEADER, base) as store:
+            store.advance(JOURNAL.slice(0, 4))
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "s").iterdir()} == dict.fromkeys(
+        ["lock", "state.bin", "state.json"], 0o600
+    )
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700

@@ -76,9 +76,9 @@ def following_ids(tokenizer: PreTrainedTokenizerBase, before: str, texts: Sequen
         if whole[: len(plain)] != plain:
             tokens = tokenizer.convert_ids_to_tokens(whole)
             raise TaskError(
-                f"answer {text!r}",
+                "answer",
                 expected=f"a token that begins after {before[-10:]!r}",
-                got=", ".join(map(repr, tokens[-5:])),
+                got=f"{', '.join(map(repr, tokens[-5:]))} for {text!r}",
                 do="use another model, or a task of your own with another template",
             )
     return [whole[len(plain) :] for whole in wholes]

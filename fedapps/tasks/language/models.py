@@ -213,6 +213,8 @@ def save_plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     with _quiet(), _disk_errors():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):  # made for their owner only, whatever the umask
+            weights.chmod((folder / "config.json").stat().st_mode & 0o777)
 
 
 @lru_cache(maxsize=8)

@@ -65,7 +65,7 @@ class LanguageTask(TorchTask):
         """Options of the language tasks."""
 
         model: str = setting(
-            "smollm2", "hub id (facebook/opt-125m), folder, .gguf file, or name for `fedapps models get`"
+            "smollm2", "hub id (facebook/opt-125m), folder, .gguf file, or name for `fedapps models get`", path=True
         )
         dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "numbers of the model")
         lora_rank: int = setting(
