@@ -8,6 +8,7 @@
 ``clients.jsonl``            a row an evaluation of a client: round, partition, number of examples, metrics
 ``summary.json``             status, final and best metrics, totals
 ``model.safetensors``        the final model
+``best.safetensors``         the model of the best validation, if there is any; in scalar-only methods the journal leads to it
 ``initial.safetensors``      scalar-only methods: the model before round 1, unless it is a published one
 ``journal.jsonl``            scalar-only methods: the aggregated scalars of every round, from which the model can be rebuilt
 ``.lock``                    held, by the kernel, by the process that works on the run
@@ -345,6 +346,14 @@ class RunFolder:
             arrays: Name -> array, any shape, ``()`` included.
         """
         self._write_arrays(self.model_path, arrays)
+
+    def write_best(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write the model of the best validation so far.
+
+        Args:
+            arrays: Name -> array.
+        """
+        self._write_arrays(self.path / "best.safetensors", arrays)
 
     def write_initial(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Write the model before round 1, from which the journal is replayed.

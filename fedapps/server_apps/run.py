@@ -22,7 +22,15 @@ from fedapps.results.environment import describe_environment
 from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import GrowingSum, fault
-from fedapps.results.summary import RunStatus, add_metrics, client_statistics, summarise
+from fedapps.results.summary import (
+    RunStatus,
+    add_metrics,
+    best_evaluation,
+    client_statistics,
+    evaluations_by_round,
+    summarise,
+    validation_key,
+)
 from fedapps.results.units import human_bytes, human_seconds
 from fedapps.server_apps.metered_grid import MeteredGrid
 from fedapps.server_apps.resume import load_checkpoint
@@ -238,9 +246,18 @@ def _one_round(state: _Run, server_round: int) -> None:
         _evaluate(state, server_round)
     if settings.clients_evaluate(server_round):
         _evaluate_on_clients(state, server_round, config)
+    _keep_best(state, server_round)
     # Rows first: a resume cuts off those beyond the checkpoint, but could not make up for missing ones.
     state.folder.save_checkpoint(_checkpoint(state, server_round))
     _log_round(state, server_round, train_row)
+
+
+def _keep_best(state: _Run, server_round: int) -> None:
+    """Keep the model of the best validation so far, which later rounds may spoil; a journal leads to that of any round."""
+    evaluations = evaluations_by_round(state.rows).values()
+    best = best_evaluation(evaluations, validation_key(evaluations, state.task.metric))
+    if state.arrays and best is not None and best["round"] == server_round:
+        state.folder.write_best(state.arrays)
 
 
 def _check_partitions(state: _Run) -> None:

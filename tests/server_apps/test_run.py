@@ -16,6 +16,7 @@ from fedapps.client_apps import work
 from fedapps.errors import CheckpointError, RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays, unpack_arrays
 from fedapps.methods import METHODS, Method
+from fedapps.results.storage import load_arrays
 from fedapps.server_apps import run
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask
@@ -414,3 +415,25 @@ def test_the_best_round_is_that_of_the_task_s_own_metric(tmp_path: Path, monkeyp
     summary = folder.read_summary() or {}
     assert summary["judged-by"] == "loss"
     assert summary["best"]["validation-loss"] == min(losses)
+
+
+def test_the_model_of_the_best_validation_is_kept_when_a_later_round_spoils_it(tmp_path: Path) -> None:
+    """In round 3 every client sends the same large finite update: the last model is spoiled, the best one is not."""
+
+    def spoil(reply: Message) -> Message:
+        arrays = unpack_arrays(reply.content, "arrays", "")
+        reply.content["arrays"] = pack_arrays({k: v - np.float32(1e4) for k, v in arrays.items()})
+        return reply
+
+    config = {
+        "method": "fedavg",
+        "validation-fraction": 0.3,
+        "num-server-rounds": 3,
+        "task-options": 'sizes = "30,30,30"',
+    }
+    run = short_run(tmp_path / "run", config, faults={(3, p): spoil for p in range(3)})
+    best = run.summary["best"]["round"]
+    assert best < 3
+    before = short_run(tmp_path / "before", {**config, "num-server-rounds": max(best, 1)})
+    assert_same_model(load_arrays(tmp_path / "run" / "best.safetensors"), before.model)
+    assert max(np.abs(value).max() for value in run.model.values()) > 1e3
