@@ -185,7 +185,7 @@ def test_a_number_with_an_exponent_is_a_float_only(text: str, tmp_path: Path) ->
 
 def test_a_program_gives_settings_by_their_python_names() -> None:
     rounds = RoundSettings(fraction_train=0.5, weighting="uniform")
-    assert (rounds.seed, rounds.min_replies, rounds.weight(90)) == (0, 1, 1.0)
+    assert (rounds.seed, rounds.min_replies, rounds.weight(90)) == (0, 0.2, 1.0)
     assert RoundSettings().weight(90) == 90.0
     assert Settings(lr=0.1, local_steps=3).own is None
     with pytest.raises(SettingsError, match="setting 'lr': expected a value of type float, got none"):

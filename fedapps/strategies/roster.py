@@ -28,6 +28,9 @@ logger = getLogger("flwr")
 CLIENT_RAISED = 2
 """Flower's error code for a ClientApp that raised, or that has no handler for the message."""
 
+LEAST_QUERY_WAIT = 60.0
+"""Seconds that the answers to a query may take at least: a node starts a process for it, which imports torch."""
+
 MOST_MISSES = 2
 """Queries that a node may leave without an answer; it is asked again only after it has connected anew."""
 
@@ -44,8 +47,8 @@ class Roster:
     Args:
         node_wait: Seconds to wait for all partitions to be there.
         num_clients: Number of clients if the nodes cannot say it; 0 = as many as are online, at least two.
-        timeout: Seconds to wait for the answers to a query; at most `node_wait`, since a node that does not answer holds up
-            the others.
+        timeout: Seconds to wait for the answers to a query; at most `node_wait` or `LEAST_QUERY_WAIT`, since a node that does
+            not answer holds up the others.
         first_stays: Whether, of two nodes for one partition, the first stays. Where nodes have keys the first key always does.
 
     Attributes:
@@ -59,7 +62,7 @@ class Roster:
         self.experiment = ""
         self._node_wait = node_wait
         self._num_clients = num_clients
-        self._timeout = min(timeout, max(node_wait, NODE_POLL))
+        self._timeout = min(timeout, max(node_wait, LEAST_QUERY_WAIT))
         self._first_stays = first_stays
         self._misses: Counter[tuple[int, str]] = Counter()
         self._key_of: dict[int, bytes] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedapps.client_apps.problem import NO_PULL, LocalProblem, Pull, local_problem, preconditioned_names
+from fedapps.client_apps.problem import NO_PULL, LocalProblem, Pull, layout_of, local_problem
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.curvature.blocks import WireDtype
 from fedapps.curvature.newton import Objective
@@ -382,9 +382,9 @@ def test_only_a_convex_loss_has_a_least_curvature() -> None:
 
 
 def test_what_would_be_preconditioned_is_known_without_data() -> None:
-    assert preconditioned_names(ConvexLines(TaskConfig())) == ("weights",)
-    assert preconditioned_names(Lines(TaskConfig())) == ("0.weight",)
-    assert preconditioned_names(TorchPoint(TaskConfig())) == ()
+    settings = resolve_settings({"method": "fedpm"}, "torch")
+    for task, names in [(ConvexLines, ("weights",)), (Lines, ("0.weight",)), (TorchPoint, ())]:
+        assert layout_of(task(TaskConfig()), settings).preconditioned == names
 
 
 def test_a_convex_problem_imports_no_torch() -> None:
