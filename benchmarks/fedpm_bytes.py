@@ -53,7 +53,8 @@ def reply_bytes(build: Callable[[], nn.Module], batch: int, *, wire: WireDtype, 
     with FoofPreconditioner(model, damping=0.1, **options) as foof:
         nn.functional.cross_entropy(model(x), y).backward()
         foof.step(0.1)
-    return payload_bytes(fedpm_reply(foof, model, num_examples=batch, wire=wire))
+    reply = fedpm_reply(foof, model, num_examples=batch, wire=wire)
+    return {name: size for name, size in payload_bytes(reply).items() if name in reply.array_records}
 
 
 def main() -> None:
