@@ -41,7 +41,7 @@ def test_two_workers_and_two_of_six_sampled_clients_write_the_same_journal(tmp_p
     config = {"fraction-train": 0.34, "num-server-rounds": 12, "hiso.fingerprint-every": 3, "seed": 2**63 - 1}
     straight = tiny(tmp_path / "straight", config)
     for name, extra, how in [
-        ("workers", {}, {"workers": 2}),
+        ("workers", {"node-wait": 60.0}, {"workers": 2}),  # Workers are slow to start.
         ("late", {"fold-buffer-mb": 0.0}, {"late": [0, 1, 2]}),
     ]:
         other = tiny(tmp_path / name, {**config, **extra}, **how)
