@@ -128,8 +128,8 @@ def test_a_step_beyond_the_limit_is_reported_once_and_named_if_training_diverges
         assert metrics == {}
     with stable_step(first, problem, 0.5, limit) as metrics:
         assert metrics == {"step-limit": limit}
-    with pytest.raises(TaskError, match=r"^it diverged; .*2/\(L \+ lambda\)"), stable_step(first, problem, 0.5, limit):
-        raise TaskError("it diverged")
+    with pytest.raises(TaskError, match=r"got nan; wait; .*2/\(L \+ lambda\)"), stable_step(first, problem, 0.5, limit):
+        raise TaskError("loss", expected="a number", got="nan", do="wait")
     with pytest.raises(TaskError, match=r"^it diverged$"), stable_step(first, problem, 0.5, 0.1 * limit):
         raise TaskError("it diverged")
     with stable_step(work_of(tmp_path, last_folded=1), problem, 0.5, 10 * limit) as metrics:

@@ -113,7 +113,7 @@ def test_other_words_are_refused_with_their_pieces(tokenizer: Any, words: tuple[
 
 
 def test_a_word_that_melts_into_the_template_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(TaskError, match=r"answer 'at'.*after 'It was gre'.*'Ġgreat'"):
+    with pytest.raises(TaskError, match=r"answer: .*after 'It was gre'.*'Ġgreat' for 'at'"):
         following_ids(tokenizer, "It was gre", ["at"])
 
 
