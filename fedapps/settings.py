@@ -154,6 +154,9 @@ class RoundSettings(SettingsModel):
         256.0, "MB of replies ahead of their turn kept in memory; more waits in a scratch file", ge=0
     )
     max_message_mb: float = setting(2000.0, "largest message to send, MB of payload", gt=0)
+    max_update_ratio: float = setting(
+        10.0, "a reply is refused whose norm is more than so many times the median of the last rounds; 0 = never", ge=0
+    )
 
     @field_validator("min_replies")
     @classmethod

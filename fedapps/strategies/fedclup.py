@@ -153,6 +153,12 @@ class FedCLUP(RoundStrategy):
         self._round = None
 
     @override
+    def origin(self, reply: Reply) -> Arrays:
+        """Say what tensors are measured from: personal ones come as changes already."""
+        personal = personal_names(list(reply.arrays), self.own.patterns)
+        return {name: value for name, value in self._model.items() if name not in personal}
+
+    @override
     def fold(self, reply: Reply) -> None:
         """Add the change of a client's difference to the running sum, and its other tensors to their mean."""
         check_complete(reply, set(), self._model)
@@ -311,8 +317,8 @@ class FedCLUP(RoundStrategy):
     @override
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         super().load_state(state, last_folded)
-        if state["sum"] is not None:
-            self._state = ServerState({}, {}, heard=state["sum"]["heard"], generation=state["sum"]["generation"])
+        held = state["sum"]
+        self._state = None if held is None else ServerState({}, {}, heard=held["heard"], generation=held["generation"])
         self._heard_of = set(state["heard-of"])
         self._curvature = {int(p): L for p, L in state["curvature"].items()}
         self.lam, self.choosing = state["lambda"], state["choosing"]

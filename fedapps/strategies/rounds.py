@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
-from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply
+from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply, check_finite
 from fedapps.settings import RoundSettings
 from fedapps.strategies.folding import OrderedFold
 
@@ -23,6 +23,9 @@ logger = getLogger("flwr")
 
 REASON_LENGTH = 600
 """Characters of a client's error that a log line shows: Flower sends the whole traceback of its worker."""
+
+REFERENCE_ROUNDS = 5
+"""Rounds over whose medians the reference of a norm is the greatest: one round of small updates bounds nothing."""
 
 
 @dataclass
@@ -77,6 +80,22 @@ class RoundMethod(Protocol):
             model: The model that is sent out, by name.
         """
 
+    holds: bool
+    """Whether the replies of a round are small enough to be held until all are in; their own median then bounds them too."""
+
+    def norms(self, reply: Reply) -> Mapping[str, float]:
+        """Measure a reply, just before it is folded.
+
+        Args:
+            reply: A checked reply.
+
+        Returns:
+            Name -> norm, each compared with those of the other clients (``max-update-ratio``).
+
+        Raises:
+            MessageError: The reply does not fulfil what the method asks of it.
+        """
+
     def fold(self, reply: Reply) -> None:
         """Fold one reply into the running sums; called in order of partition ids.
 
@@ -113,7 +132,22 @@ class RoundMethod(Protocol):
 
         Returns:
             The new model, by name, in the order of the old one; empty where the method builds it on demand.
+
+        Raises:
+            MessageError: The round would lead to numbers that are not finite; nothing has changed.
         """
+
+    def state_arrays(self) -> Arrays:
+        """Give the arrays that the method keeps over rounds; `finish` replaces them, and changes none in place."""
+
+    def load_state_arrays(self, arrays: Arrays) -> None:
+        """Take back what `state_arrays` gave; called after `load_state`."""
+
+    def state(self) -> dict[str, Any]:
+        """Give the plain state that the method keeps over rounds."""
+
+    def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
+        """Take back what `state` gave."""
 
 
 class Rounds:
@@ -124,6 +158,7 @@ class Rounds:
         settings: Quorum, failure policy and buffers.
 
     Attributes:
+        model: The model that was sent out in the last round.
         report: What happened in the last round.
         last_folded: Partition -> round of its last folded reply.
         failed_in_a_row: Rounds below the quorum since the last accepted one.
@@ -132,11 +167,16 @@ class Rounds:
     def __init__(self, method: RoundMethod, settings: RoundSettings) -> None:
         self._method = method
         self._settings = settings
+        self.model: Arrays = {}
         self.report = RoundReport(0, [])
         self.last_folded: dict[int, int] = {}
         self.failed_in_a_row = 0
         self._order: OrderedFold | None = None
         self._follow_up: FollowUp | None = None
+        # Name -> medians of the last rounds, and partition -> norm in the present one.
+        self._medians: dict[str, list[float]] = {}
+        self._norms: dict[str, dict[int, float]] = {}
+        self._spoiled = False
 
     def begin(self, server_round: int, model: Arrays, sampled: Iterable[int]) -> None:
         """Start a round.
@@ -157,12 +197,14 @@ class Rounds:
                 got=str(self._quorum),
                 do="lower it, or sample more clients (fraction-train)",
             )
+        self.model, self._norms, self._spoiled = model, {}, False
         self._open(self.report.sampled, self._fold, None)
         self._method.begin(model)
 
     def _open(self, partitions: Iterable[int], fold: Callable[[Reply], None], follow_up: FollowUp | None) -> None:
         self._close()
-        self._order = OrderedFold(partitions, fold, self._settings.fold_buffer_mb)
+        together = self._together if self._method.holds and follow_up is None else None
+        self._order = OrderedFold(partitions, fold, self._settings.fold_buffer_mb, together)
         self._follow_up = follow_up
 
     def _close(self) -> None:
@@ -199,9 +241,67 @@ class Rounds:
             self._refuse(partition, error)
         self._order.add(partition, reply)
 
+    def _together(self, replies: list[Reply]) -> list[Reply]:
+        """Measure replies that were held, so that the median of their own round bounds them too."""
+        return [reply for reply in replies if self._try(self._measure, reply)]
+
+    def _try(self, step: Callable[[Reply], None], reply: Reply) -> bool:
+        try:
+            step(reply)
+        except (MessageError, CurvatureError) as problem:
+            self._refuse(reply.partition, str(problem))
+            return False
+        return True
+
+    def _measure(self, reply: Reply) -> None:
+        if self._settings.max_update_ratio:
+            for name, norm in self._method.norms(reply).items():
+                self._norms.setdefault(name, {})[reply.partition] = norm
+
+    def _check_norms(self, partition: int) -> None:
+        for name, norms in self._norms.items():
+            reference = max(self._medians.get(name, ()), default=0.0)
+            if self._method.holds:
+                reference = max(reference, float(np.median(list(norms.values()))))
+            if partition in norms and self._is_beyond(norms[partition], reference):
+                raise self._beyond(partition, name, reference)
+
+    def _is_beyond(self, norm: float, reference: float) -> bool:
+        return 0 < reference < np.inf and norm > self._settings.max_update_ratio * reference
+
+    def _beyond(self, partition: int, name: str, reference: float) -> MessageError:
+        ratio = self._settings.max_update_ratio
+        return MessageError(
+            f"client {partition}, norm of its {name}",
+            expected=f"at most {ratio * reference:.3g} (max-update-ratio = {ratio:g} times the clients' median)",
+            got=f"{self._norms[name][partition]:.3g}",
+            do="lower the learning rate or raise the damping on that client; raise max-update-ratio if this is honest",
+        )
+
+    def _judge_first_norms(self) -> None:
+        """Refuse, once all replies are in, what no earlier round could bound; it is in the sums, so the round is spoiled."""
+        for name, norms in self._norms.items():
+            if name in self._medians or self._method.holds:
+                continue
+            reference = float(np.median(list(norms.values())))
+            for partition in sorted(norms):
+                if self._is_beyond(norms[partition], reference):
+                    self._refuse(partition, str(self._beyond(partition, name, reference)))
+                    self._spoiled = True
+
+    def _remember_norms(self) -> None:
+        for name, norms in self._norms.items():
+            median = float(np.median(list(norms.values())))
+            if np.isfinite(median):
+                self._medians[name] = [*self._medians.get(name, ()), median][-REFERENCE_ROUNDS:]
+        self._norms = {}
+
     def _fold(self, reply: Reply) -> None:
         partition = reply.partition
         try:
+            if not self._method.holds:
+                self._measure(reply)
+            self._check_norms(partition)
             self._method.fold(reply)
         except (MessageError, CurvatureError) as problem:
             self._refuse(partition, str(problem))
@@ -250,6 +350,7 @@ class Rounds:
             RoundFailedError: The policy is ``fail-fast``.
         """
         self._give_up_waiting()
+        self._judge_first_norms()
         asked = self._method.follow_up(enough=self._is_enough)
         if asked is None or not asked.records:
             return {}
@@ -266,7 +367,7 @@ class Rounds:
 
     @property
     def _is_enough(self) -> bool:
-        return self._num_valid >= self._quorum
+        return not self._spoiled and self._num_valid >= self._quorum
 
     @property
     def _quorum(self) -> int:
@@ -276,30 +377,61 @@ class Rounds:
         """End the round: the clients that are still missing count as failed.
 
         Returns:
-            The new model, or None if the round is below the quorum and nothing changes.
+            The new model, or None if nothing changes: the round is below the quorum, a reply that was folded is refused
+            after all, or the outcome is not finite.
 
         Raises:
-            RoundFailedError: Too many rounds in a row were below the quorum, or the policy is ``fail-fast``.
+            RoundFailedError: Too many rounds in a row changed nothing, or the policy is ``fail-fast``.
         """
         if self._order is None:
             raise RoundFailedError("the end of a round that was not begun: call begin first")
         self._give_up_waiting()
         self._close()
-        if not self._is_enough:
+        self._judge_first_norms()
+        enough = self._is_enough
+        self._remember_norms()
+        if not enough:
             self._note_failed_round()
             return None
-        model = self._method.finish()
+        model = self._finish()
+        if model is None:
+            return None
         self.failed_in_a_row = 0
         self.report.accepted = True
         self.last_folded |= dict.fromkeys(self.report.folded, self.report.server_round)
         return model
 
-    def _note_failed_round(self) -> None:
+    def _finish(self) -> Arrays | None:
+        """Let the method end the round; if model or state would not be finite, take back its state as it was before."""
+        method = self._method
+        arrays, state = method.state_arrays(), method.state()
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):  # Told below, by the tensor's name.
+                model = method.finish()
+            for name, value in model.items():
+                check_finite(value, f"aggregation, tensor '{name}'")
+            for name, value in method.state_arrays().items():
+                check_finite(value, f"aggregation, server state '{name}'")
+        except MessageError as problem:
+            method.load_state(state, self.last_folded)
+            method.load_state_arrays(arrays)
+            self._note_failed_round(str(problem))
+            return None
+        return model
+
+    def _note_failed_round(self, problem: str = "") -> None:
         self.failed_in_a_row += 1
         reasons = "; ".join(f"client {p}: {last_line(reason)}" for p, reason in self.report.refused.items())
+        if self._spoiled:
+            problem = f"{reasons}; a round without an earlier one to compare with"
         problem = (
-            f"round {self.report.server_round}: expected at least {self._quorum} valid replies, got "
-            f"{self._num_valid} of {len(self.report.sampled)} ({reasons}); the model is unchanged"
+            f"round {self.report.server_round}: "
+            + (
+                problem
+                or f"expected at least {self._quorum} valid replies, got {self._num_valid} of "
+                f"{len(self.report.sampled)} ({reasons})"
+            )
+            + "; the model is unchanged"
         )
         logger.error("%s", problem)
         if self.failed_in_a_row >= self._settings.max_consecutive_failed_rounds:
@@ -310,11 +442,12 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """Give the plain state for a checkpoint, which keeps ``last_folded`` beside it."""
-        return {"failed-in-a-row": self.failed_in_a_row}
+        return {"failed-in-a-row": self.failed_in_a_row, "norms": {k: list(v) for k, v in self._medians.items()}}
 
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         """Take back the state of a checkpoint."""
         self.failed_in_a_row = int(state["failed-in-a-row"])
+        self._medians = {name: list(medians) for name, medians in state.get("norms", {}).items()}
         self.last_folded = dict(last_folded)
 
 
