@@ -176,15 +176,12 @@ class RoundStrategy(Strategy):
     def finish(self) -> Arrays:
         """End the round; see `RoundMethod.finish`."""
 
+    def plain(self, reply: Reply) -> Reply:
+        """Give a reply in comparable form; see `RoundMethod.plain`."""
+        return reply
+
     def origin(self, reply: Reply) -> Arrays:
-        """Say what the floating tensors of a reply are measured from, by name: an update is their difference.
-
-        Args:
-            reply: A checked reply.
-
-        Returns:
-            Name -> tensor; one that is left out is an update itself. The model that was sent out unless overridden.
-        """
+        """Say what tensors are measured from; see `RoundMethod.origin`. The model unless overridden."""
         return self.rounds.model
 
     def norms(self, reply: Reply) -> Mapping[str, float]:

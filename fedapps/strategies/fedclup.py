@@ -26,7 +26,8 @@ import numpy as np
 from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.errors import MessageError, RosterError
+from fedapps.defences import Defence
+from fedapps.errors import MessageError, RosterError, SettingsError
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
 from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
 from fedapps.methods.personalised import FedClupSettings
@@ -101,6 +102,13 @@ class FedCLUP(RoundStrategy):
         super().__init__(settings, **rounds)
         self.own = own or FedClupSettings()
         self.own.check_gamma()
+        if self.settings.defence not in (Defence.NONE, Defence.MULTI_KRUM) and self.own.stale is not Stale.REPLIES:
+            raise SettingsError(
+                "setting 'defence' of method 'fedclup'",
+                expected="multi-krum, or fedclup.stale = replies: the sum must hold what the clients believe it does",
+                got=self.settings.defence.value,
+                do="choose one of the two",
+            )
         self.lr = lr
         self.choosing = self.own.choice is not None
         self.lam = self.own.choice.lower if self.own.choice else self.own.lambda_

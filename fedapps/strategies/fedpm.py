@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any
 
@@ -27,7 +27,7 @@ from fedapps.curvature.mixing import BlockSums, add_block, mix_block, start_bloc
 from fedapps.curvature.packing import scaled_identity
 from fedapps.defences import update_norm
 from fedapps.errors import MessageError
-from fedapps.messages.blocks import CURVATURE, PRODUCTS, read_blocks, read_layout
+from fedapps.messages.blocks import CURVATURE, LAYOUT, PRODUCTS, read_blocks, read_layout
 from fedapps.messages.schema import Announced, Arrays, Reply, check_complete
 from fedapps.settings import RoundSettings
 from fedapps.strategies.base import RoundStrategy
@@ -94,6 +94,17 @@ class FedPM(RoundStrategy):
         # What most nodes said in the handshake is the norm, not what the first reply says.
         told = self.roster.layout()
         self._expected = None if told is None else {spec.layer: spec for spec in told.blocks}
+
+    @override
+    def plain(self, reply: Reply) -> Reply:
+        """Decode every ``P_i``, so that it is a triangle of floats whatever it travelled as."""
+        layout, blocks = self._blocks_of(reply)
+        triangles = {block.spec.layer: np.concatenate([P for _, P, _ in block.tiles()]) for block in blocks}
+        return replace(
+            reply,
+            records={**reply.records, CURVATURE: triangles},
+            entries={**reply.entries, LAYOUT: {LAYOUT: layout.to_json()}},
+        )
 
     @override
     def norms(self, reply: Reply) -> Mapping[str, float]:

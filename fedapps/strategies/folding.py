@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ COLLECT_MB = 64
 Python, which counts objects and not bytes, would let a gigabyte of them pile up."""
 
 
+_Form: TypeAlias = tuple[tuple[int, ...], np.dtype[Any], Literal["C", "F"]]
+
+
 @dataclass(frozen=True)
 class _Spilled:
     """A reply whose arrays lie in the scratch file.
@@ -28,12 +31,16 @@ class _Spilled:
     Attributes:
         reply: The reply, without arrays.
         place: Where they begin.
-        tensors: Record -> name -> shape and dtype, in the order of the file.
+        tensors: Record -> name -> shape, dtype and order in memory, in the order of the file.
     """
 
     reply: Reply
     place: int
-    tensors: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]
+    tensors: dict[str, dict[str, _Form]]
+
+
+def _form(value: np.ndarray) -> _Form:
+    return value.shape, value.dtype, "F" if value.flags.fnc else "C"
 
 
 class OrderedFold:
@@ -130,8 +137,8 @@ class OrderedFold:
         groups = {"arrays": reply.arrays, "buffers": reply.buffers, **reply.records}
         for arrays in groups.values():
             for value in arrays.values():
-                self._scratch.write(np.ascontiguousarray(value).tobytes())
-        tensors = {record: {n: (v.shape, v.dtype) for n, v in arrays.items()} for record, arrays in groups.items()}
+                self._scratch.write(value.tobytes("A"))
+        tensors = {record: {n: _form(v) for n, v in arrays.items()} for record, arrays in groups.items()}
         return _Spilled(replace(reply, arrays={}, buffers={}, records={}), place, tensors)
 
     def _read_back(self, spilled: _Spilled) -> Reply:
@@ -143,8 +150,8 @@ class OrderedFold:
         data = np.memmap(self._scratch, np.uint8, "r") if self._scratch.seek(0, 2) else np.empty(0, np.uint8)
         for record, tensors in spilled.tensors.items():
             groups[record] = {}
-            for name, (shape, dtype) in tensors.items():
-                groups[record][name] = np.ndarray(shape, dtype, data, start)
+            for name, (shape, dtype, order) in tensors.items():
+                groups[record][name] = np.ndarray(shape, dtype, data, start, order=order)
                 start += groups[record][name].nbytes
         arrays, buffers = groups.pop("arrays"), groups.pop("buffers")
         return replace(spilled.reply, arrays=arrays, buffers=buffers, records=groups)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from fedapps.defences import update_norm
 from fedapps.errors import MessageError, SettingsError
-from fedapps.messages.scalars import JOURNAL, JournalPart, fingerprint_of, need_of, read_scalars
+from fedapps.messages.scalars import JOURNAL, SCALARS, JournalPart, fingerprint_of, need_of, read_scalars
 from fedapps.messages.schema import ARRAYS, REBUILT, Arrays, Records, Reply, unpack_arrays
 from fedapps.methods.zeroth_order import DeComFLSettings, HiSoSettings, scheme_of
 from fedapps.settings import RoundSettings, Settings
@@ -228,17 +228,20 @@ class HiSo(RoundStrategy):
         self.rounds.report.values |= {"rebuilt": 0, "resent": 0}
 
     @override
-    def norms(self, reply: Reply) -> Mapping[str, float]:
-        return {"scalars": update_norm({"scalars": np.array(self._read(reply))}, {})}
+    def plain(self, reply: Reply) -> Reply:
+        """Read a client's scalars into a record of arrays."""
+        scalars = read_scalars(reply, self.rounds.report.server_round, (self.tau, self.own.num_probes))
+        self._check_fingerprint(reply)
+        return replace(reply, records={SCALARS: {"values": np.array(scalars, np.float32)}})
 
-    def _read(self, reply: Reply) -> Scalars:
-        return read_scalars(reply, self.rounds.report.server_round, (self.tau, self.own.num_probes))
+    @override
+    def norms(self, reply: Reply) -> Mapping[str, float]:
+        return {SCALARS: update_norm(reply.records[SCALARS], {})}
 
     @override
     def fold(self, reply: Reply) -> None:
         """Take a client's scalars."""
-        scalars = self._read(reply)
-        self._check_fingerprint(reply)
+        scalars = tuple(tuple(map(float, row)) for row in reply.records[SCALARS]["values"])
         self._scalars[reply.partition] = scalars
         self._weights[reply.partition] = self.settings.weight(reply.num_examples)
         self._opened().needs.pop(reply.partition, None)

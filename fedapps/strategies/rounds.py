@@ -8,12 +8,13 @@ makes a round of these calls; `fedapps.strategies.base` connects it to Flower.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any, Protocol
 
 import numpy as np
 
+from fedapps.defences import Defence, Groups, clip, clip_bounds, coordinatewise, most_common_form, multi_krum, num_liars
 from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
 from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply, check_finite
 from fedapps.settings import RoundSettings
@@ -37,6 +38,7 @@ class RoundReport:
         sampled: Partitions that were asked.
         folded: Partitions whose reply was folded.
         refused: Partition -> why its reply was not folded, or, in a follow-up, does not count.
+        left_out: Partitions whose reply the defence did not let through.
         num_examples: Partition -> examples of each folded reply.
         metrics: Partition -> metrics of each folded reply.
         accepted: False if the round was below the quorum and changed nothing.
@@ -48,6 +50,7 @@ class RoundReport:
     sampled: list[int]
     folded: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
     num_examples: dict[int, int] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     accepted: bool = False
@@ -80,8 +83,33 @@ class RoundMethod(Protocol):
             model: The model that is sent out, by name.
         """
 
-    holds: bool
+    holds: bool = False
     """Whether the replies of a round are small enough to be held until all are in; their own median then bounds them too."""
+
+    def plain(self, reply: Reply) -> Reply:
+        """Give a reply that is held in the form in which its numbers can be compared with those of other clients.
+
+        Args:
+            reply: A checked reply.
+
+        Returns:
+            What is measured, defended and folded in its place: itself unless overridden.
+
+        Raises:
+            MessageError: The reply does not fulfil what the method asks of it.
+        """
+        return reply
+
+    def origin(self, reply: Reply) -> Arrays:
+        """Say what the floating tensors of a reply are measured from, by name.
+
+        Args:
+            reply: A checked reply.
+
+        Returns:
+            Name -> tensor; one that it lacks is an update itself, as all are unless overridden.
+        """
+        return {}
 
     def norms(self, reply: Reply) -> Mapping[str, float]:
         """Measure a reply, just before it is folded.
@@ -90,11 +118,12 @@ class RoundMethod(Protocol):
             reply: A checked reply.
 
         Returns:
-            Name -> norm, each compared with those of the other clients (``max-update-ratio``).
+            Name -> norm, each compared with those of the other clients (``max-update-ratio``); none unless overridden.
 
         Raises:
             MessageError: The reply does not fulfil what the method asks of it.
         """
+        return {}
 
     def fold(self, reply: Reply) -> None:
         """Fold one reply into the running sums; called in order of partition ids.
@@ -139,12 +168,14 @@ class RoundMethod(Protocol):
 
     def state_arrays(self) -> Arrays:
         """Give the arrays that the method keeps over rounds; `finish` replaces them, and changes none in place."""
+        return {}
 
     def load_state_arrays(self, arrays: Arrays) -> None:
         """Take back what `state_arrays` gave; called after `load_state`."""
 
     def state(self) -> dict[str, Any]:
         """Give the plain state that the method keeps over rounds."""
+        return {}
 
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         """Take back what `state` gave."""
@@ -203,7 +234,7 @@ class Rounds:
 
     def _open(self, partitions: Iterable[int], fold: Callable[[Reply], None], follow_up: FollowUp | None) -> None:
         self._close()
-        together = self._together if self._method.holds and follow_up is None else None
+        together = self._together if self._holds and follow_up is None else None
         self._order = OrderedFold(partitions, fold, self._settings.fold_buffer_mb, together)
         self._follow_up = follow_up
 
@@ -241,17 +272,57 @@ class Rounds:
             self._refuse(partition, error)
         self._order.add(partition, reply)
 
-    def _together(self, replies: list[Reply]) -> list[Reply]:
-        """Measure replies that were held, so that the median of their own round bounds them too."""
-        return [reply for reply in replies if self._try(self._measure, reply)]
+    @property
+    def _holds(self) -> bool:
+        """Whether replies wait until all are in: the median of their own round then bounds them too."""
+        return self._method.holds or self._settings.defence is not Defence.NONE
 
-    def _try(self, step: Callable[[Reply], None], reply: Reply) -> bool:
+    def _together(self, replies: list[Reply]) -> Iterable[Reply]:
+        """Measure replies that were held, and defend against those that lie."""
+        plain = list(filter(None, (self._try(self._plain, reply) for reply in replies)))
+        good = list(filter(None, (self._try(self._bounded, reply) for reply in plain)))
+        return self._defend(good) if good and self._settings.defence is not Defence.NONE else good
+
+    def _try(self, step: Callable[[Reply], Reply], reply: Reply) -> Reply | None:
         try:
-            step(reply)
+            return step(reply)
         except (MessageError, CurvatureError) as problem:
             self._refuse(reply.partition, str(problem))
-            return False
-        return True
+            return None
+
+    def _plain(self, reply: Reply) -> Reply:
+        plain = self._method.plain(reply)
+        self._measure(plain)
+        return plain
+
+    def _bounded(self, reply: Reply) -> Reply:
+        self._check_norms(reply.partition)
+        return reply
+
+    def _defend(self, replies: list[Reply]) -> Iterable[Reply]:
+        """Give the replies that the defence lets through, in the form in which it does."""
+        settings, groups = self._settings, [_groups(reply) for reply in replies]
+        kept = most_common_form(groups)
+        self._leave_out(replies, kept, "its tensors are not those of most clients")
+        replies, groups = [replies[i] for i in kept], [groups[i] for i in kept]
+        f = num_liars(settings.defence_share, len(replies))
+        if settings.defence is Defence.MULTI_KRUM:
+            kept = multi_krum(groups, f)
+            self._leave_out(replies, kept, "multi-krum")
+            yield from (replies[i] for i in kept)
+        elif settings.defence is Defence.CLIP:
+            origins = [self._method.origin(reply) for reply in replies]
+            bounds = clip_bounds(groups, origins, settings.defence_norm)
+            yield from (_regrouped(r, clip(g, x, bounds)) for r, g, x in zip(replies, groups, origins, strict=True))
+        else:
+            middle = coordinatewise(groups, None if settings.defence is Defence.MEDIAN else f)
+            yield from (_regrouped(reply, middle) for reply in replies)
+
+    def _leave_out(self, replies: list[Reply], kept: list[int], why: str) -> None:
+        left_out = [reply.partition for place, reply in enumerate(replies) if place not in kept]
+        self.report.left_out += left_out
+        if left_out:
+            self.note(f"left out of the mean, {why}: client{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}")
 
     def _measure(self, reply: Reply) -> None:
         if self._settings.max_update_ratio:
@@ -261,7 +332,7 @@ class Rounds:
     def _check_norms(self, partition: int) -> None:
         for name, norms in self._norms.items():
             reference = max(self._medians.get(name, ()), default=0.0)
-            if self._method.holds:
+            if self._holds:
                 reference = max(reference, float(np.median(list(norms.values()))))
             if partition in norms and self._is_beyond(norms[partition], reference):
                 raise self._beyond(partition, name, reference)
@@ -281,7 +352,7 @@ class Rounds:
     def _judge_first_norms(self) -> None:
         """Refuse, once all replies are in, what no earlier round could bound; it is in the sums, so the round is spoiled."""
         for name, norms in self._norms.items():
-            if name in self._medians or self._method.holds:
+            if name in self._medians or self._holds:
                 continue
             reference = float(np.median(list(norms.values())))
             for partition in sorted(norms):
@@ -299,9 +370,9 @@ class Rounds:
     def _fold(self, reply: Reply) -> None:
         partition = reply.partition
         try:
-            if not self._method.holds:
+            if not self._holds:
                 self._measure(reply)
-            self._check_norms(partition)
+                self._check_norms(partition)
             self._method.fold(reply)
         except (MessageError, CurvatureError) as problem:
             self._refuse(partition, str(problem))
@@ -363,7 +434,9 @@ class Rounds:
 
     @property
     def _num_valid(self) -> int:
-        return len([partition for partition in self.report.folded if partition not in self.report.refused])
+        # Replies that a defence leaves out were valid ones, and it keeps more than half of them.
+        valid = [*self.report.folded, *self.report.left_out]
+        return len([partition for partition in valid if partition not in self.report.refused])
 
     @property
     def _is_enough(self) -> bool:
@@ -449,6 +522,21 @@ class Rounds:
         self.failed_in_a_row = int(state["failed-in-a-row"])
         self._medians = {name: list(medians) for name, medians in state.get("norms", {}).items()}
         self.last_folded = dict(last_folded)
+
+
+def _groups(reply: Reply) -> Groups:
+    return {"update": {**reply.arrays, **reply.buffers}, **reply.records}
+
+
+def _regrouped(reply: Reply, groups: Groups) -> Reply:
+    """Put the tensors that a defence gives in the place of a reply's own."""
+    update = groups["update"]
+    return replace(
+        reply,
+        arrays={name: update.get(name, value) for name, value in reply.arrays.items()},
+        buffers={name: update.get(name, value) for name, value in reply.buffers.items()},
+        records={record: {**arrays, **groups[record]} for record, arrays in reply.records.items()},
+    )
 
 
 def sample_partitions(seed: int, server_round: int, num_partitions: int, fraction: float) -> list[int]:
