@@ -156,7 +156,7 @@ class RoundSettings(SettingsModel):
     )
     max_message_mb: float = setting(2000.0, "largest message to send, MB of payload", gt=0)
     max_update_ratio: float = setting(
-        10.0, "a reply is refused whose norm is more than so many times the median of the last rounds; 0 = never", ge=0
+        100.0, "a reply is refused whose norm is more than so many times the median of the last rounds; 0 = never", ge=0
     )
     defence: Defence = setting(
         Defence.NONE, "how replies are made safe against clients that lie, before they are averaged"

@@ -25,8 +25,8 @@ from fedapps.curvature.blocks import Block
 from fedapps.curvature.layout import BlockSpec, Layout, check_fits, from_matrix, to_matrix
 from fedapps.curvature.mixing import BlockSums, add_block, mix_block, start_block
 from fedapps.curvature.packing import scaled_identity
-from fedapps.defences import update_norm
-from fedapps.errors import MessageError
+from fedapps.defences import Defence, update_norm
+from fedapps.errors import MessageError, SettingsError
 from fedapps.messages.blocks import CURVATURE, LAYOUT, PRODUCTS, read_blocks, read_layout
 from fedapps.messages.schema import Announced, Arrays, Reply, check_complete
 from fedapps.settings import RoundSettings
@@ -70,6 +70,13 @@ class FedPM(RoundStrategy):
 
     def __init__(self, settings: RoundSettings | None = None, **rounds: Any) -> None:
         super().__init__(settings, **rounds)
+        if self.settings.defence in (Defence.MEDIAN, Defence.TRIMMED_MEAN):
+            raise SettingsError(
+                "setting 'defence' of method 'fedpm'",
+                expected="clip or multi-krum: the median of each number of P_i is no curvature, it has negative eigenvalues",
+                got=self.settings.defence.value,
+                do="choose multi-krum",
+            )
         self.layout: Layout | None = None
         self._layers: dict[str, _LayerSums] = {}
         # One entry a tensor, since clients may differ in which tensors have a block.
