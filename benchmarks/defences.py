@@ -1,10 +1,10 @@
 """What two liars among ten clients do to FedPM, FedAvg and HiSo on digits, without and with each defence.
 
-Every round clients 3 and 7 lie: ``times -10`` sends -10 times the honest update (FedPM: of every ``M_i`` and every plain tensor;
+Every round clients 3 and 7 lie: ``times -10`` sends -10 times the honest update (FedPM: of every ``M_i`` and plain tensor;
 HiSo: of the scalars); ``constant 42`` sends 42 for every parameter (FedPM: with ``P_i = 10^6 I``) and for every scalar. The
 bound ``max-update-ratio`` is off (0) everywhere but in the row ``bound alone``, where it has its default, so that a row shows
-what the defence itself does. FedPM and FedAvg train ``digits``, HiSo ``digits-mlp``, all at their default settings and Dirichlet
-0.1. The figure is the test accuracy after the last round, or 0.1, that of guessing, for a run that ends with an error.
+what the defence itself does. FedPM and FedAvg train ``digits``, HiSo ``digits-mlp``, all at their defaults and Dirichlet 0.1.
+The figure is the test accuracy after the last round, or 0.1, that of guessing, for a run that ends with an error.
 
 Usage: ``python benchmarks/defences.py [--seeds 0,1,2] [--only fedpm,hiso] [--out benchmarks/results]``; cells that
 ``defences.json`` in the folder has already are not run again.
@@ -58,7 +58,9 @@ def lie(attack: str, content: RecordDict, model: Arrays) -> RecordDict:
     if SCALARS in content:
         honest = unpack_scalars(content[SCALARS]["values"], 1)
         values = [-10 * row[0] if attack == "times -10" else 42.0 for row in honest]
-        content[SCALARS] = ConfigRecord({**content[SCALARS], "values": pack_scalars([float(np.float32(v)) for v in values])})
+        content[SCALARS] = ConfigRecord(
+            {**content[SCALARS], "values": pack_scalars([float(np.float32(v)) for v in values])}
+        )
         return content
     arrays = unpack_arrays(content, ARRAYS, "liar")
     if attack == "times -10":

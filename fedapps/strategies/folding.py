@@ -83,7 +83,9 @@ class OrderedFold:
             waits = self._together is not None or partition != self._turns[self._next]
             if waits and self._held + size > self._limit:
                 self._waiting[partition] = self._spill(reply)
+                del reply
                 self._release(size)
+                self._advance()  # Where all wait for the last one, it may be this.
                 return
             self._held += size
         self._waiting[partition] = reply
