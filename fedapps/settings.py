@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from fedapps.defences import Defence
 from fedapps.errors import FedAppsError, SettingsError, did_you_mean
 
 Scalar = bool | int | float | str
@@ -154,6 +155,16 @@ class RoundSettings(SettingsModel):
         256.0, "MB of replies ahead of their turn kept in memory; more waits in a scratch file", ge=0
     )
     max_message_mb: float = setting(2000.0, "largest message to send, MB of payload", gt=0)
+    max_update_ratio: float = setting(
+        100.0, "a reply is refused whose norm is more than so many times the median of the last rounds; 0 = never", ge=0
+    )
+    defence: Defence = setting(
+        Defence.NONE, "how replies are made safe against clients that lie, before they are averaged"
+    )
+    defence_share: float = setting(
+        0.2, "share of the clients that trimmed-mean and multi-krum assume to lie, rounded up", ge=0, lt=0.5
+    )
+    defence_norm: float = setting(1.0, "longest update that clip leaves, in multiples of the median norm", gt=0)
 
     @field_validator("min_replies")
     @classmethod

@@ -27,7 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedapps.curvature.layout import BlockSpec, Tile, describe_tiles, misshapen
-from fedapps.curvature.packing import pack_upper, scaled_identity, triangle_size, triangle_width, unpack_upper
+from fedapps.curvature.packing import (
+    diagonal_places,
+    pack_upper,
+    scaled_identity,
+    triangle_size,
+    triangle_width,
+    unpack_upper,
+)
 from fedapps.errors import CurvatureError, MessageError
 
 Array = NDArray[Any]
@@ -89,6 +96,20 @@ class Block:
                 packed = values[start : start + size]
             yield tile, packed, self.product[tile.rows, tile.columns]
             start += size
+
+    def trace(self) -> float:
+        """Give ``tr P``, over all tiles, in float64: no entry of a positive semi-definite ``P`` is greater."""
+        values = decode(self.curvature).astype(np.float64)
+        widths = [tile.width for tile in self.spec.tiles]
+        if self.is_identity:
+            return float(values[0]) * sum(widths)
+        if self.factor_rows:
+            U, dampings = values[: -len(widths)], values[-len(widths) :]
+            return float(U @ U + dampings @ widths)  # tr U'U is the sum of squares.
+        starts = np.cumsum([0, *(triangle_size(width) for width in widths)])
+        return float(
+            sum(values[start + diagonal_places(width)].sum() for start, width in zip(starts, widths, strict=False))
+        )
 
 
 def triangle_block(spec: BlockSpec, matrices: Sequence[Array], delta: Array, dtype: WireDtype) -> Block:

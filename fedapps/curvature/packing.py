@@ -117,10 +117,15 @@ def scaled_identity(n: int, scale: float) -> NDArray[np.float64]:
         ``(n (n + 1) / 2,)``.
     """
     packed = np.zeros(triangle_size(n))
+    packed[diagonal_places(n)] = scale
+    return packed
+
+
+def diagonal_places(n: int) -> NDArray[np.intp]:
+    """Say where the diagonal stands in the packed triangle of an ``(n, n)`` matrix."""
     # Row i starts, with its diagonal entry, after the n + (n - 1) + ... numbers of the rows above.
     rows = np.arange(n)
-    packed[rows * n - rows * (rows - 1) // 2] = scale
-    return packed
+    return rows * n - rows * (rows - 1) // 2
 
 
 def _mirror(matrix: NDArray[Any]) -> None:

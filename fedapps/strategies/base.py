@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from typing_extensions import override
 
 from fedapps.averaging import check_averageable
+from fedapps.defences import update_norm
 from fedapps.errors import MessageError
 from fedapps.messages.schema import (
     ARRAYS,
@@ -111,6 +112,8 @@ class RoundStrategy(Strategy):
         trainable: Names of the trainable tensors, as the task says; None where there is no task to ask.
     """
 
+    holds: bool = False
+
     def __init__(
         self, settings: RoundSettings | None = None, *, num_clients: int = 0, evaluate_clients: bool = True
     ) -> None:
@@ -172,6 +175,20 @@ class RoundStrategy(Strategy):
     @abstractmethod
     def finish(self) -> Arrays:
         """End the round; see `RoundMethod.finish`."""
+
+    def plain(self, reply: Reply) -> Reply:
+        """Give a reply in comparable form; see `RoundMethod.plain`."""
+        return reply
+
+    def origin(self, reply: Reply) -> Arrays:
+        """Say what tensors are measured from; see `RoundMethod.origin`. The model unless overridden."""
+        return self.rounds.model
+
+    def norms(self, reply: Reply) -> Mapping[str, float]:
+        """Measure a reply; see `RoundMethod.norms`. The norms of its update and of that of its buffers unless overridden."""
+        origin = self.origin(reply)
+        norms = {"update": update_norm(reply.arrays, origin)}
+        return norms | {"buffers": update_norm(reply.buffers, origin)} if reply.buffers else norms
 
     def follow_up(self, *, enough: bool) -> FollowUp | None:
         """Ask for a further exchange; see `RoundMethod.follow_up`. None unless overridden."""

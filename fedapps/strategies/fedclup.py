@@ -26,7 +26,8 @@ import numpy as np
 from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.errors import MessageError, RosterError
+from fedapps.defences import Defence
+from fedapps.errors import MessageError, RosterError, SettingsError
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
 from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
 from fedapps.methods.personalised import FedClupSettings
@@ -101,6 +102,13 @@ class FedCLUP(RoundStrategy):
         super().__init__(settings, **rounds)
         self.own = own or FedClupSettings()
         self.own.check_gamma()
+        if self.settings.defence not in (Defence.NONE, Defence.MULTI_KRUM) and self.own.stale is not Stale.REPLIES:
+            raise SettingsError(
+                "setting 'defence' of method 'fedclup'",
+                expected="multi-krum, or fedclup.stale = replies: the sum must hold what the clients believe it does",
+                got=self.settings.defence.value,
+                do="choose one of the two",
+            )
         self.lr = lr
         self.choosing = self.own.choice is not None
         self.lam = self.own.choice.lower if self.own.choice else self.own.lambda_
@@ -151,6 +159,12 @@ class FedCLUP(RoundStrategy):
         personal_names(list(model), self.own.patterns)
         self._model = model
         self._round = None
+
+    @override
+    def origin(self, reply: Reply) -> Arrays:
+        """Say what tensors are measured from: personal ones come as changes already."""
+        personal = personal_names(list(reply.arrays), self.own.patterns)
+        return {name: value for name, value in self._model.items() if name not in personal}
 
     @override
     def fold(self, reply: Reply) -> None:
@@ -311,8 +325,8 @@ class FedCLUP(RoundStrategy):
     @override
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         super().load_state(state, last_folded)
-        if state["sum"] is not None:
-            self._state = ServerState({}, {}, heard=state["sum"]["heard"], generation=state["sum"]["generation"])
+        held = state["sum"]
+        self._state = None if held is None else ServerState({}, {}, heard=held["heard"], generation=held["generation"])
         self._heard_of = set(state["heard-of"])
         self._curvature = {int(p): L for p, L in state["curvature"].items()}
         self.lam, self.choosing = state["lambda"], state["choosing"]

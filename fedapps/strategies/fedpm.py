@@ -11,8 +11,9 @@ they are integers, the maximum.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any
 
@@ -24,8 +25,9 @@ from fedapps.curvature.blocks import Block
 from fedapps.curvature.layout import BlockSpec, Layout, check_fits, from_matrix, to_matrix
 from fedapps.curvature.mixing import BlockSums, add_block, mix_block, start_block
 from fedapps.curvature.packing import scaled_identity
-from fedapps.errors import MessageError
-from fedapps.messages.blocks import CURVATURE, PRODUCTS, read_blocks, read_layout
+from fedapps.defences import Defence, update_norm
+from fedapps.errors import MessageError, SettingsError
+from fedapps.messages.blocks import CURVATURE, LAYOUT, PRODUCTS, read_blocks, read_layout
 from fedapps.messages.schema import Announced, Arrays, Reply, check_complete
 from fedapps.settings import RoundSettings
 from fedapps.strategies.base import RoundStrategy
@@ -68,12 +70,20 @@ class FedPM(RoundStrategy):
 
     def __init__(self, settings: RoundSettings | None = None, **rounds: Any) -> None:
         super().__init__(settings, **rounds)
+        if self.settings.defence in (Defence.MEDIAN, Defence.TRIMMED_MEAN):
+            raise SettingsError(
+                "setting 'defence' of method 'fedpm'",
+                expected="clip or multi-krum: the median of each number of P_i is no curvature, it has negative eigenvalues",
+                got=self.settings.defence.value,
+                do="choose multi-krum",
+            )
         self.layout: Layout | None = None
         self._layers: dict[str, _LayerSums] = {}
         # One entry a tensor, since clients may differ in which tensors have a block.
         self._means: dict[str, TensorSums] = {}
         self._senders: dict[str, list[int]] = {}
         self._expected: dict[str, BlockSpec] | None = None
+        self._read: tuple[Reply, Layout, list[Block]] | None = None
 
     @override
     def preconditioned(self) -> Collection[str] | None:
@@ -87,18 +97,44 @@ class FedPM(RoundStrategy):
     @override
     def begin(self, model: Arrays) -> None:
         self._model = model
-        self._layers, self._means, self._senders = {}, {}, {}
+        self._layers, self._means, self._senders, self._read = {}, {}, {}, None
         # What most nodes said in the handshake is the norm, not what the first reply says.
         told = self.roster.layout()
         self._expected = None if told is None else {spec.layer: spec for spec in told.blocks}
 
     @override
+    def plain(self, reply: Reply) -> Reply:
+        """Decode every ``P_i``, so that it is a triangle of floats whatever it travelled as."""
+        layout, blocks = self._blocks_of(reply)
+        triangles = {block.spec.layer: np.concatenate([P for _, P, _ in block.tiles()]) for block in blocks}
+        return replace(
+            reply,
+            records={**reply.records, CURVATURE: triangles},
+            entries={**reply.entries, LAYOUT: {LAYOUT: layout.to_json()}},
+        )
+
+    @override
+    def norms(self, reply: Reply) -> Mapping[str, float]:
+        """Measure the update, with ``M_i`` of all blocks in it, and ``sum tr P_i``, which bounds every entry of them."""
+        _, blocks = self._blocks_of(reply)
+        norms = dict(super().norms(reply))
+        norms["update"] = math.hypot(norms["update"], update_norm(reply.records[PRODUCTS], {}))
+        return norms | {"curvature": sum(block.trace() for block in blocks)}
+
+    def _blocks_of(self, reply: Reply) -> tuple[Layout, list[Block]]:
+        """Read a reply's blocks, once for both who ask in a row."""
+        if self._read is None or self._read[0] is not reply:
+            layout = read_layout(reply)
+            self._check_layout(layout, reply.where)
+            check_complete(reply, set(layout.preconditioned), self._model)
+            self._read = reply, layout, read_blocks(reply, layout)
+        return self._read[1:]
+
+    @override
     def fold(self, reply: Reply) -> None:
         """Add ``p_i P_i`` and ``p_i M_i`` of every block, and the tensors without one, to their sums."""
-        layout = read_layout(reply)
-        self._check_layout(layout, reply.where)
-        check_complete(reply, set(layout.preconditioned), self._model)
-        blocks = read_blocks(reply, layout)
+        layout, blocks = self._blocks_of(reply)
+        self._read = None
         weight = self.settings.weight(reply.num_examples)
         for block in blocks:
             self._add_block(block, weight, reply)

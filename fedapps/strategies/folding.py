@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ COLLECT_MB = 64
 Python, which counts objects and not bytes, would let a gigabyte of them pile up."""
 
 
+_Form: TypeAlias = tuple[tuple[int, ...], np.dtype[Any], Literal["C", "F"]]
+
+
 @dataclass(frozen=True)
 class _Spilled:
     """A reply whose arrays lie in the scratch file.
@@ -28,12 +31,16 @@ class _Spilled:
     Attributes:
         reply: The reply, without arrays.
         place: Where they begin.
-        names: Record -> names of its tensors, in the order of the file.
+        tensors: Record -> name -> shape, dtype and order in memory, in the order of the file.
     """
 
     reply: Reply
     place: int
-    names: dict[str, list[str]]
+    tensors: dict[str, dict[str, _Form]]
+
+
+def _form(value: np.ndarray) -> _Form:
+    return value.shape, value.dtype, "F" if value.flags.fnc else "C"
 
 
 class OrderedFold:
@@ -43,12 +50,20 @@ class OrderedFold:
         partitions: Partition ids that were asked.
         fold: Called with each reply when its turn has come.
         buffer_mb: MB of waiting replies kept in memory.
+        together: If given, all replies wait until the last is in, and what this makes of their list is folded.
     """
 
-    def __init__(self, partitions: Iterable[int], fold: Callable[[Reply], None], buffer_mb: float) -> None:
+    def __init__(
+        self,
+        partitions: Iterable[int],
+        fold: Callable[[Reply], None],
+        buffer_mb: float,
+        together: Callable[[list[Reply]], Iterable[Reply]] | None = None,
+    ) -> None:
         self._turns = sorted(partitions)
         self._next = 0
         self._fold = fold
+        self._together = together
         self._limit = int(buffer_mb * 1e6)
         self._held = 0
         self._done_with = 0
@@ -65,9 +80,12 @@ class OrderedFold:
         """
         if reply is not None:
             size = reply.num_bytes
-            if partition != self._turns[self._next] and self._held + size > self._limit:
+            waits = self._together is not None or partition != self._turns[self._next]
+            if waits and self._held + size > self._limit:
                 self._waiting[partition] = self._spill(reply)
+                del reply
                 self._release(size)
+                self._advance()  # Where all wait for the last one, it may be this.
                 return
             self._held += size
         self._waiting[partition] = reply
@@ -75,6 +93,10 @@ class OrderedFold:
         self._advance()
 
     def _advance(self) -> None:
+        if self._together is not None:
+            if not self.missing:
+                self._fold_together(self._together)
+            return
         while self._next < len(self._turns) and self._turns[self._next] in self._waiting:
             waiting = self._waiting.pop(self._turns[self._next])
             self._next += 1
@@ -85,6 +107,17 @@ class OrderedFold:
                 self._held -= size if reply is waiting else 0
                 del reply, waiting
                 self._release(size)
+
+    def _fold_together(self, together: Callable[[list[Reply]], Iterable[Reply]]) -> None:
+        waiting = [self._waiting.pop(partition) for partition in self._turns]
+        self._next, self._held = len(self._turns), 0
+        replies = [self._read_back(w) if isinstance(w, _Spilled) else w for w in waiting if w is not None]
+        size = sum(reply.num_bytes for reply in replies)
+        del waiting
+        for reply in together(replies):
+            self._fold(reply)
+        del replies
+        self._release(size)
 
     def _release(self, size: int) -> None:
         """Free the memory of replies that are done with, every `COLLECT_MB`."""
@@ -106,19 +139,22 @@ class OrderedFold:
         groups = {"arrays": reply.arrays, "buffers": reply.buffers, **reply.records}
         for arrays in groups.values():
             for value in arrays.values():
-                np.lib.format.write_array(self._scratch, value, allow_pickle=False)
-        names = {record: list(arrays) for record, arrays in groups.items()}
-        return _Spilled(replace(reply, arrays={}, buffers={}, records={}), place, names)
+                self._scratch.write(value.tobytes("A"))
+        tensors = {record: {n: _form(v) for n, v in arrays.items()} for record, arrays in groups.items()}
+        return _Spilled(replace(reply, arrays={}, buffers={}, records={}), place, tensors)
 
     def _read_back(self, spilled: _Spilled) -> Reply:
-        scratch = self._scratch
-        if scratch is None:
+        """View the arrays of a reply in the scratch file: they come into memory as far as they are used."""
+        if self._scratch is None:
             raise RuntimeError("the scratch file of waiting replies is closed")
-        scratch.seek(spilled.place)
-        groups: dict[str, Arrays] = {
-            record: {name: np.lib.format.read_array(scratch, allow_pickle=False) for name in names}
-            for record, names in spilled.names.items()
-        }
+        self._scratch.flush()
+        start, groups = spilled.place, dict[str, Arrays]()
+        data = np.memmap(self._scratch, np.uint8, "r") if self._scratch.seek(0, 2) else np.empty(0, np.uint8)
+        for record, tensors in spilled.tensors.items():
+            groups[record] = {}
+            for name, (shape, dtype, order) in tensors.items():
+                groups[record][name] = np.ndarray(shape, dtype, data, start, order=order)
+                start += groups[record][name].nbytes
         arrays, buffers = groups.pop("arrays"), groups.pop("buffers")
         return replace(spilled.reply, arrays=arrays, buffers=buffers, records=groups)
 

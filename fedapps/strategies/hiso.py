@@ -17,12 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from typing_extensions import override
 
+from fedapps.defences import update_norm
 from fedapps.errors import MessageError, SettingsError
-from fedapps.messages.scalars import JOURNAL, JournalPart, fingerprint_of, need_of, read_scalars
+from fedapps.messages.scalars import JOURNAL, SCALARS, JournalPart, fingerprint_of, need_of, read_scalars
 from fedapps.messages.schema import ARRAYS, REBUILT, Arrays, Records, Reply, unpack_arrays
 from fedapps.methods.zeroth_order import DeComFLSettings, HiSoSettings, scheme_of
 from fedapps.settings import RoundSettings, Settings
@@ -38,6 +40,11 @@ from fedapps.zeroth_order.scheme import Record, Scalars
 
 if TYPE_CHECKING:
     pass
+
+
+LARGEST_SCALAR = 1e15
+"""Largest scalar of a round: ``D * D`` is finite in float32 up to ``|D| = 1e19``, and the entries of a direction are below 1e4
+where ``H`` is 1e-6."""
 
 
 class HiSo(RoundStrategy):
@@ -64,6 +71,9 @@ class HiSo(RoundStrategy):
         >>> HiSo(own=HiSoSettings(nu=0.1), tau=2).scheme.method
         'hiso'
     """
+
+    holds = True
+    """Scalars are few, and those of one probe may be tiny for all clients of a round, so that it bounds no other round."""
 
     def __init__(
         self,
@@ -218,10 +228,20 @@ class HiSo(RoundStrategy):
         self.rounds.report.values |= {"rebuilt": 0, "resent": 0}
 
     @override
-    def fold(self, reply: Reply) -> None:
-        """Take a client's scalars."""
+    def plain(self, reply: Reply) -> Reply:
+        """Read a client's scalars into a record of arrays."""
         scalars = read_scalars(reply, self.rounds.report.server_round, (self.tau, self.own.num_probes))
         self._check_fingerprint(reply)
+        return replace(reply, records={SCALARS: {"values": np.array(scalars, np.float32)}})
+
+    @override
+    def norms(self, reply: Reply) -> Mapping[str, float]:
+        return {SCALARS: update_norm(reply.records[SCALARS], {})}
+
+    @override
+    def fold(self, reply: Reply) -> None:
+        """Take a client's scalars."""
+        scalars = tuple(tuple(map(float, row)) for row in reply.records[SCALARS]["values"])
         self._scalars[reply.partition] = scalars
         self._weights[reply.partition] = self.settings.weight(reply.num_examples)
         self._opened().needs.pop(reply.partition, None)
@@ -285,6 +305,7 @@ class HiSo(RoundStrategy):
     def finish(self) -> Arrays:
         """Write the round into the journal, with the fingerprint on which clients and server mostly agree."""
         kept, record = self._opened(), self._record or self._aggregate()
+        self._check_squares(record)
         if self._fingerprint_due(record):
             own = kept.fingerprint_after(record)
             verdict = judge(self._votes, own, lambda: self._built_again(kept, record, own))
@@ -294,6 +315,17 @@ class HiSo(RoundStrategy):
         kept.append(record)
         self._scalars = {}
         return {}
+
+    def _check_squares(self, record: Record) -> None:
+        """Refuse scalars of which ``H`` would become infinite in float32, and then stay so: every later step would be 0."""
+        largest = max(abs(value) for row in record.scalars for value in row)
+        if largest > LARGEST_SCALAR:
+            raise MessageError(
+                "the clients' scalars",
+                expected=f"at most {LARGEST_SCALAR:g}, beyond which the diagonal H or the model overflows",
+                got=f"{largest:.3g}",
+                do="lower the learning rate, or set clip",
+            )
 
     def _built_again(self, kept: KeptJournal, record: Record, own: str | None) -> str | None:
         """Build the server's replica again from base and journal, and name the state after the round."""

@@ -8,14 +8,15 @@ makes a round of these calls; `fedapps.strategies.base` connects it to Flower.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any, Protocol
 
 import numpy as np
 
+from fedapps.defences import Defence, Groups, clip, clip_bounds, coordinatewise, most_common_form, multi_krum, num_liars
 from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
-from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply
+from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply, check_finite
 from fedapps.settings import RoundSettings
 from fedapps.strategies.folding import OrderedFold
 
@@ -23,6 +24,9 @@ logger = getLogger("flwr")
 
 REASON_LENGTH = 600
 """Characters of a client's error that a log line shows: Flower sends the whole traceback of its worker."""
+
+REFERENCE_ROUNDS = 5
+"""Rounds over whose medians the reference of a norm is the greatest: one round of small updates bounds nothing."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class RoundReport:
         sampled: Partitions that were asked.
         folded: Partitions whose reply was folded.
         refused: Partition -> why its reply was not folded, or, in a follow-up, does not count.
+        left_out: Partitions whose reply the defence did not let through.
         num_examples: Partition -> examples of each folded reply.
         metrics: Partition -> metrics of each folded reply.
         accepted: False if the round was below the quorum and changed nothing.
@@ -45,6 +50,7 @@ class RoundReport:
     sampled: list[int]
     folded: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
     num_examples: dict[int, int] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     accepted: bool = False
@@ -76,6 +82,48 @@ class RoundMethod(Protocol):
         Args:
             model: The model that is sent out, by name.
         """
+
+    holds: bool = False
+    """Whether the replies of a round are small enough to be held until all are in; their own median then bounds them too."""
+
+    def plain(self, reply: Reply) -> Reply:
+        """Give a reply that is held in the form in which its numbers can be compared with those of other clients.
+
+        Args:
+            reply: A checked reply.
+
+        Returns:
+            What is measured, defended and folded in its place: itself unless overridden.
+
+        Raises:
+            MessageError: The reply does not fulfil what the method asks of it.
+        """
+        return reply
+
+    def origin(self, reply: Reply) -> Arrays:
+        """Say what the floating tensors of a reply are measured from, by name.
+
+        Args:
+            reply: A checked reply.
+
+        Returns:
+            Name -> tensor; one that it lacks is an update itself, as all are unless overridden.
+        """
+        return {}
+
+    def norms(self, reply: Reply) -> Mapping[str, float]:
+        """Measure a reply, just before it is folded.
+
+        Args:
+            reply: A checked reply.
+
+        Returns:
+            Name -> norm, each compared with those of the other clients (``max-update-ratio``); none unless overridden.
+
+        Raises:
+            MessageError: The reply does not fulfil what the method asks of it.
+        """
+        return {}
 
     def fold(self, reply: Reply) -> None:
         """Fold one reply into the running sums; called in order of partition ids.
@@ -113,7 +161,24 @@ class RoundMethod(Protocol):
 
         Returns:
             The new model, by name, in the order of the old one; empty where the method builds it on demand.
+
+        Raises:
+            MessageError: The round would lead to numbers that are not finite; nothing has changed.
         """
+
+    def state_arrays(self) -> Arrays:
+        """Give the arrays that the method keeps over rounds; `finish` replaces them, and changes none in place."""
+        return {}
+
+    def load_state_arrays(self, arrays: Arrays) -> None:
+        """Take back what `state_arrays` gave; called after `load_state`."""
+
+    def state(self) -> dict[str, Any]:
+        """Give the plain state that the method keeps over rounds."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
+        """Take back what `state` gave."""
 
 
 class Rounds:
@@ -124,6 +189,7 @@ class Rounds:
         settings: Quorum, failure policy and buffers.
 
     Attributes:
+        model: The model that was sent out in the last round.
         report: What happened in the last round.
         last_folded: Partition -> round of its last folded reply.
         failed_in_a_row: Rounds below the quorum since the last accepted one.
@@ -132,11 +198,16 @@ class Rounds:
     def __init__(self, method: RoundMethod, settings: RoundSettings) -> None:
         self._method = method
         self._settings = settings
+        self.model: Arrays = {}
         self.report = RoundReport(0, [])
         self.last_folded: dict[int, int] = {}
         self.failed_in_a_row = 0
         self._order: OrderedFold | None = None
         self._follow_up: FollowUp | None = None
+        # Name -> medians of the last rounds, and partition -> norm in the present one.
+        self._medians: dict[str, list[float]] = {}
+        self._norms: dict[str, dict[int, float]] = {}
+        self._spoiled = False
 
     def begin(self, server_round: int, model: Arrays, sampled: Iterable[int]) -> None:
         """Start a round.
@@ -157,12 +228,14 @@ class Rounds:
                 got=str(self._quorum),
                 do="lower it, or sample more clients (fraction-train)",
             )
+        self.model, self._norms, self._spoiled = model, {}, False
         self._open(self.report.sampled, self._fold, None)
         self._method.begin(model)
 
     def _open(self, partitions: Iterable[int], fold: Callable[[Reply], None], follow_up: FollowUp | None) -> None:
         self._close()
-        self._order = OrderedFold(partitions, fold, self._settings.fold_buffer_mb)
+        together = self._together if self._holds and follow_up is None else None
+        self._order = OrderedFold(partitions, fold, self._settings.fold_buffer_mb, together)
         self._follow_up = follow_up
 
     def _close(self) -> None:
@@ -199,9 +272,107 @@ class Rounds:
             self._refuse(partition, error)
         self._order.add(partition, reply)
 
+    @property
+    def _holds(self) -> bool:
+        """Whether replies wait until all are in: the median of their own round then bounds them too."""
+        return self._method.holds or self._settings.defence is not Defence.NONE
+
+    def _together(self, replies: list[Reply]) -> Iterable[Reply]:
+        """Measure replies that were held, and defend against those that lie."""
+        plain = list(filter(None, (self._try(self._plain, reply) for reply in replies)))
+        good = list(filter(None, (self._try(self._bounded, reply) for reply in plain)))
+        return self._defend(good) if good and self._settings.defence is not Defence.NONE else good
+
+    def _try(self, step: Callable[[Reply], Reply], reply: Reply) -> Reply | None:
+        try:
+            return step(reply)
+        except (MessageError, CurvatureError) as problem:
+            self._refuse(reply.partition, str(problem))
+            return None
+
+    def _plain(self, reply: Reply) -> Reply:
+        plain = self._method.plain(reply)
+        self._measure(plain)
+        return plain
+
+    def _bounded(self, reply: Reply) -> Reply:
+        self._check_norms(reply.partition)
+        return reply
+
+    def _defend(self, replies: list[Reply]) -> Iterable[Reply]:
+        """Give the replies that the defence lets through, in the form in which it does."""
+        settings, groups = self._settings, [_groups(reply) for reply in replies]
+        kept = most_common_form(groups)
+        self._leave_out(replies, kept, "its tensors are not those of most clients")
+        replies, groups = [replies[i] for i in kept], [groups[i] for i in kept]
+        f = num_liars(settings.defence_share, len(replies))
+        if settings.defence is Defence.MULTI_KRUM:
+            kept = multi_krum(groups, f)
+            self._leave_out(replies, kept, "multi-krum")
+            yield from (replies[i] for i in kept)
+        elif settings.defence is Defence.CLIP:
+            origins = [self._method.origin(reply) for reply in replies]
+            bounds = clip_bounds(groups, origins, settings.defence_norm)
+            yield from (_regrouped(r, clip(g, x, bounds)) for r, g, x in zip(replies, groups, origins, strict=True))
+        else:
+            middle = coordinatewise(groups, None if settings.defence is Defence.MEDIAN else f)
+            yield from (_regrouped(reply, middle) for reply in replies)
+
+    def _leave_out(self, replies: list[Reply], kept: list[int], why: str) -> None:
+        left_out = [reply.partition for place, reply in enumerate(replies) if place not in kept]
+        self.report.left_out += left_out
+        if left_out:
+            self.note(f"left out of the mean, {why}: client{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}")
+
+    def _measure(self, reply: Reply) -> None:
+        if self._settings.max_update_ratio:
+            for name, norm in self._method.norms(reply).items():
+                self._norms.setdefault(name, {})[reply.partition] = norm
+
+    def _check_norms(self, partition: int) -> None:
+        for name, norms in self._norms.items():
+            reference = max(self._medians.get(name, ()), default=0.0)
+            if self._holds:
+                reference = max(reference, float(np.median(list(norms.values()))))
+            if partition in norms and self._is_beyond(norms[partition], reference):
+                raise self._beyond(partition, name, reference)
+
+    def _is_beyond(self, norm: float, reference: float) -> bool:
+        return 0 < reference < np.inf and norm > self._settings.max_update_ratio * reference
+
+    def _beyond(self, partition: int, name: str, reference: float) -> MessageError:
+        ratio = self._settings.max_update_ratio
+        return MessageError(
+            f"client {partition}, norm of its {name}",
+            expected=f"at most {ratio * reference:.3g} (max-update-ratio = {ratio:g} times the clients' median)",
+            got=f"{self._norms[name][partition]:.3g}",
+            do="lower the learning rate or raise the damping on that client; raise max-update-ratio if this is honest",
+        )
+
+    def _judge_first_norms(self) -> None:
+        """Refuse, once all replies are in, what no earlier round could bound; it is in the sums, so the round is spoiled."""
+        for name, norms in self._norms.items():
+            if name in self._medians or self._holds:
+                continue
+            reference = float(np.median(list(norms.values())))
+            for partition in sorted(norms):
+                if self._is_beyond(norms[partition], reference):
+                    self._refuse(partition, str(self._beyond(partition, name, reference)))
+                    self._spoiled = True
+
+    def _remember_norms(self) -> None:
+        for name, norms in self._norms.items():
+            median = float(np.median(list(norms.values())))
+            if np.isfinite(median):
+                self._medians[name] = [*self._medians.get(name, ()), median][-REFERENCE_ROUNDS:]
+        self._norms = {}
+
     def _fold(self, reply: Reply) -> None:
         partition = reply.partition
         try:
+            if not self._holds:
+                self._measure(reply)
+                self._check_norms(partition)
             self._method.fold(reply)
         except (MessageError, CurvatureError) as problem:
             self._refuse(partition, str(problem))
@@ -250,6 +421,7 @@ class Rounds:
             RoundFailedError: The policy is ``fail-fast``.
         """
         self._give_up_waiting()
+        self._judge_first_norms()
         asked = self._method.follow_up(enough=self._is_enough)
         if asked is None or not asked.records:
             return {}
@@ -262,11 +434,13 @@ class Rounds:
 
     @property
     def _num_valid(self) -> int:
-        return len([partition for partition in self.report.folded if partition not in self.report.refused])
+        # Replies that a defence leaves out were valid ones, and it keeps more than half of them.
+        valid = [*self.report.folded, *self.report.left_out]
+        return len([partition for partition in valid if partition not in self.report.refused])
 
     @property
     def _is_enough(self) -> bool:
-        return self._num_valid >= self._quorum
+        return not self._spoiled and self._num_valid >= self._quorum
 
     @property
     def _quorum(self) -> int:
@@ -276,30 +450,61 @@ class Rounds:
         """End the round: the clients that are still missing count as failed.
 
         Returns:
-            The new model, or None if the round is below the quorum and nothing changes.
+            The new model, or None if nothing changes: the round is below the quorum, a reply that was folded is refused
+            after all, or the outcome is not finite.
 
         Raises:
-            RoundFailedError: Too many rounds in a row were below the quorum, or the policy is ``fail-fast``.
+            RoundFailedError: Too many rounds in a row changed nothing, or the policy is ``fail-fast``.
         """
         if self._order is None:
             raise RoundFailedError("the end of a round that was not begun: call begin first")
         self._give_up_waiting()
         self._close()
-        if not self._is_enough:
+        self._judge_first_norms()
+        enough = self._is_enough
+        self._remember_norms()
+        if not enough:
             self._note_failed_round()
             return None
-        model = self._method.finish()
+        model = self._finish()
+        if model is None:
+            return None
         self.failed_in_a_row = 0
         self.report.accepted = True
         self.last_folded |= dict.fromkeys(self.report.folded, self.report.server_round)
         return model
 
-    def _note_failed_round(self) -> None:
+    def _finish(self) -> Arrays | None:
+        """Let the method end the round; if model or state would not be finite, take back its state as it was before."""
+        method = self._method
+        arrays, state = method.state_arrays(), method.state()
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):  # Told below, by the tensor's name.
+                model = method.finish()
+            for name, value in model.items():
+                check_finite(value, f"aggregation, tensor '{name}'")
+            for name, value in method.state_arrays().items():
+                check_finite(value, f"aggregation, server state '{name}'")
+        except MessageError as problem:
+            method.load_state(state, self.last_folded)
+            method.load_state_arrays(arrays)
+            self._note_failed_round(str(problem))
+            return None
+        return model
+
+    def _note_failed_round(self, problem: str = "") -> None:
         self.failed_in_a_row += 1
         reasons = "; ".join(f"client {p}: {last_line(reason)}" for p, reason in self.report.refused.items())
+        if self._spoiled:
+            problem = f"{reasons}; a round without an earlier one to compare with"
         problem = (
-            f"round {self.report.server_round}: expected at least {self._quorum} valid replies, got "
-            f"{self._num_valid} of {len(self.report.sampled)} ({reasons}); the model is unchanged"
+            f"round {self.report.server_round}: "
+            + (
+                problem
+                or f"expected at least {self._quorum} valid replies, got {self._num_valid} of "
+                f"{len(self.report.sampled)} ({reasons})"
+            )
+            + "; the model is unchanged"
         )
         logger.error("%s", problem)
         if self.failed_in_a_row >= self._settings.max_consecutive_failed_rounds:
@@ -310,12 +515,28 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """Give the plain state for a checkpoint, which keeps ``last_folded`` beside it."""
-        return {"failed-in-a-row": self.failed_in_a_row}
+        return {"failed-in-a-row": self.failed_in_a_row, "norms": {k: list(v) for k, v in self._medians.items()}}
 
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         """Take back the state of a checkpoint."""
         self.failed_in_a_row = int(state["failed-in-a-row"])
+        self._medians = {name: list(medians) for name, medians in state.get("norms", {}).items()}
         self.last_folded = dict(last_folded)
+
+
+def _groups(reply: Reply) -> Groups:
+    return {"update": {**reply.arrays, **reply.buffers}, **reply.records}
+
+
+def _regrouped(reply: Reply, groups: Groups) -> Reply:
+    """Put the tensors that a defence gives in the place of a reply's own."""
+    update = groups["update"]
+    return replace(
+        reply,
+        arrays={name: update.get(name, value) for name, value in reply.arrays.items()},
+        buffers={name: update.get(name, value) for name, value in reply.buffers.items()},
+        records={record: {**arrays, **groups[record]} for record, arrays in reply.records.items()},
+    )
 
 
 def sample_partitions(seed: int, server_round: int, num_partitions: int, fraction: float) -> list[int]:

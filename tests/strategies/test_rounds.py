@@ -14,12 +14,12 @@ import pytest
 from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
 from fedapps.messages.schema import STORE_LOST, Arrays, Reply
 from fedapps.settings import RoundSettings
-from fedapps.strategies.rounds import REASON_LENGTH, FollowUp, Rounds, sample_partitions
+from fedapps.strategies.rounds import REASON_LENGTH, FollowUp, RoundMethod, Rounds, sample_partitions
 
 MODEL = {"x": np.zeros(1)}
 
 
-class Total:
+class Total(RoundMethod):
     """Adds up the clients' numbers; those below zero are refused. It may ask for further exchanges."""
 
     def __init__(self, *follow_ups: FollowUp) -> None:
