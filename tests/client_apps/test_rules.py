@@ -242,6 +242,7 @@ def test_no_error_tells_a_server_what_a_file_holds(
     assert "TaskError: file" in str(told.value)
     assert hidden not in str(told.value)
     assert told.value.__suppress_context__
+    assert told.value.__cause__ is None
     assert hidden in caplog.text or task == "cifar10"
     with pytest.raises(Exception, match="file") as whole:
         query(config, data_dirs=str(folder), trust_server=True)
