@@ -29,8 +29,9 @@ def loopback_deployment(
     *,
     python_path: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
+    rules: Mapping[str, str] | None = None,
 ) -> Iterator[Deployment]:
-    """One SuperLink and nodes with partition ids 0, 1, ... and a state folder each.
+    """One SuperLink and nodes with partition ids 0, 1, ... and a state folder each, which allow what `rules` add.
 
     Logs and states are written to `folder`; all processes end with the block.
     """
@@ -43,6 +44,7 @@ def loopback_deployment(
                 "partition-id": partition,
                 "num-partitions": num_nodes,
                 "state-dir": str(folder / f"state-{partition}"),
+                **(rules or {}),
             }
             return SuperNode(superlink.address, config, log_path=log_path, **shared)
 

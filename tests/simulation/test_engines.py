@@ -53,7 +53,8 @@ def test_a_deployment_gives_the_bits_of_the_inprocess_engine(tmp_path: Path) -> 
     config = {**runs.SITES, "method": "fedapps_testing:MEMORY", "task-options": 'sizes = "6,9"'}
     inprocess = runs.short_run(tmp_path / "inprocess", config, 2)
     settings = resolve_settings({**config, "run-dir": str(tmp_path / "run")})
-    with loopback_deployment(2, tmp_path, python_path=[HELPERS]) as place:
+    rules = {"allow-tasks": "fedapps_testing:Sites", "allow-methods": "built-in,fedapps_testing:MEMORY"}
+    with loopback_deployment(2, tmp_path, python_path=[HELPERS], rules=rules) as place:
         outcome = run_on_superlink(
             flatten(settings, ""), connection=place.connection, environment=place.environment, python_path=[HELPERS]
         )
