@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_node_may_allow_less_or_more(own_module: str) -> None:
         ({"local-steps": 10**9}, {}, "local-steps", "max-local-steps"),
         ({"method": "pfedme", "pfedme.inner-steps": 10**9}, {}, "inner-steps", "max-local-steps"),
         ({"method": "hiso", "hiso.num-probes": 10**9}, {}, "num-probes", "max-local-steps"),
-        ({"compute-threads": 10**6}, {}, "compute-threads", "max-compute-threads"),
+        ({"compute-threads": 1 + (os.cpu_count() or 1)}, {}, "compute-threads", "max-compute-threads"),
         ({"compute-threads": 2}, {"max_compute_threads": 1}, "compute-threads", "max-compute-threads"),
         ({"batch-size": 33}, {"max_batch_size": 32}, "batch-size", "max-batch-size"),
         ({"batch-size": 0}, {"max_batch_size": 32}, "batch-size", "max-batch-size"),
