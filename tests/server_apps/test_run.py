@@ -427,6 +427,7 @@ def test_the_model_of_the_best_validation_is_kept_when_a_later_round_spoils_it(t
 
     config = {
         "method": "fedavg",
+        "max-update-ratio": 0.0,
         "validation-fraction": 0.3,
         "num-server-rounds": 3,
         "task-options": 'sizes = "30,30,30"',
