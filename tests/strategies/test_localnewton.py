@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from fedapps.errors import RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
+from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.inprocess import InProcessGrid
 from fedapps.strategies import LocalNewton
 
@@ -240,8 +241,11 @@ def test_a_first_reply_that_failed_is_not_asked_again(tmp_path: Path) -> None:
     assert row["folded"] == [1, 2]
     assert row["refused"] == {"0": "no reply within 0.3 s"}
     assert "line-search-step" in row
-    below = short_run(tmp_path / "below", {**TORCH, "num-server-rounds": 1, "min-replies": 3}, faults={(1, 1): raised})
-    assert len([r for r in below.folder.read_ledger() if r["kind"] == "train" and r["direction"] == "down"]) == 3
+    below = {**TORCH, "num-server-rounds": 1, "min-replies": 3}
+    with pytest.raises(RoundFailedError, match=r"got none of 1.*client 1: .*sensor offline"):
+        short_run(tmp_path / "below", below, faults={(1, 1): raised})
+    ledger = RunFolder.open(tmp_path / "below").read_ledger()
+    assert len([r for r in ledger if r["kind"] == "train" and r["direction"] == "down"]) == 3
 
 
 def test_fail_fast_holds_in_the_line_search(tmp_path: Path) -> None:
