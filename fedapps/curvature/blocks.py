@@ -77,11 +77,7 @@ class Block:
         return self.curvature.shape == (1,) and self.spec.curvature_size != 1
 
     def tiles(self) -> Iterator[tuple[Tile, Array, Array]]:
-        """Go through the tiles.
-
-        Yields:
-            A tile, its ``P`` packed ``(width (width + 1) / 2,)``, and its part of ``M``.
-        """
+        """Go through the tiles: each with its ``P`` packed, ``(width (width + 1) / 2,)``, and its part of ``M``."""
         values = decode(self.curvature)
         start = 0
         for number, tile in enumerate(self.spec.tiles):
@@ -113,16 +109,13 @@ class Block:
 
 
 def triangle_block(spec: BlockSpec, matrices: Sequence[Array], delta: Array, dtype: WireDtype) -> Block:
-    """Compose a block whose ``P`` travels as upper triangles.
+    """Compose a block whose ``P`` travels as upper triangles; ``M`` is computed in float64 and stored in their precision.
 
     Args:
         spec: The layer's block.
         matrices: ``P`` of each tile, ``(width, width)``.
         delta: ``W_i - W``, ``(rows, width)``.
         dtype: In which numbers ``P`` travels.
-
-    Returns:
-        The block; ``M`` is computed in float64 and stored in the precision of the matrices.
     """
     packed = np.concatenate([pack_upper(matrix) for matrix in matrices])
     return _compose(spec, packed, delta, dtype, factor_rows=0)
@@ -131,7 +124,7 @@ def triangle_block(spec: BlockSpec, matrices: Sequence[Array], delta: Array, dty
 def factor_block(
     spec: BlockSpec, factors: Sequence[Array], dampings: Sequence[float], delta: Array, dtype: WireDtype
 ) -> Block:
-    """Compose a block whose ``P = U'U + d I`` travels as triangular factors.
+    """Compose a block whose ``P = U'U + d I`` travels as triangular factors; else as `triangle_block`.
 
     Args:
         spec: The layer's block.
@@ -139,9 +132,6 @@ def factor_block(
         dampings: ``d`` of each tile.
         delta: ``W_i - W``, ``(rows, width)``.
         dtype: In which numbers ``P`` travels.
-
-    Returns:
-        The block; ``M`` is computed in float64 and stored in the precision of the factors.
     """
     parts = [pack_trapezoid(factor) for factor in factors]
     packed = np.concatenate([*parts, np.asarray(dampings, factors[0].dtype)])
@@ -149,16 +139,7 @@ def factor_block(
 
 
 def identity_block(spec: BlockSpec, scale: float, delta: Array) -> Block:
-    """Compose a block for ``P = scale I``, of a layer without curvature on this client.
-
-    Args:
-        spec: The layer's block.
-        scale: The factor, >= 0.
-        delta: ``W_i - W``, ``(rows, width)``.
-
-    Returns:
-        The block, in the precision of ``delta``.
-    """
+    """Compose a block for ``P = scale I``, of a layer without curvature on this client, in the precision of ``delta``."""
     return Block(spec, np.array([scale], delta.dtype), (delta * scale).astype(delta.dtype))
 
 
@@ -176,10 +157,6 @@ def check_block(block: Block, who: str) -> None:
 
     ``P`` passes if :math:`P + \epsilon |P|_F I` has a Cholesky factor, with ``epsilon`` for the rounding of its numbers: that
     of bfloat16 may cost a block its definiteness, which the sum over the clients makes up for.
-
-    Args:
-        block: The block, with the spec that the receiver expects.
-        who: Whose block, for messages.
 
     Raises:
         MessageError: ``P`` or ``M`` has another shape, a number is not finite, or ``P`` is not positive semi-definite.
@@ -254,41 +231,17 @@ def _shapes(block: Block) -> tuple[str, str]:
 
 
 def trapezoid_size(k: int, width: int) -> int:
-    """Count the numbers of a triangular factor's first rows, each from the diagonal to the right.
-
-    Args:
-        k: Rows, at most ``width``.
-        width: Columns.
-
-    Returns:
-        ``k width - k (k - 1) / 2``.
-    """
+    """Count the numbers of a ``(k, width)`` triangular factor, from the diagonal to the right: ``k width - k (k - 1) / 2``."""
     return triangle_size(width) - triangle_size(width - k)
 
 
 def pack_trapezoid(U: Array) -> Array:
-    """Copy the upper triangular part of a factor, row by row.
-
-    Args:
-        U: ``(k, width)``, ``k <= width``, zero below the diagonal.
-
-    Returns:
-        ``(trapezoid_size(k, width),)``.
-    """
+    """Copy the upper triangular part of a factor ``(k, width)``, ``k <= width``, row by row; `trapezoid_size` numbers."""
     return np.concatenate([row[i:] for i, row in enumerate(U)])
 
 
 def unpack_trapezoid(packed: Array, k: int, width: int) -> Array:
-    """Rebuild a factor; the inverse of `pack_trapezoid`.
-
-    Args:
-        packed: ``(trapezoid_size(k, width),)``.
-        k: Rows.
-        width: Columns.
-
-    Returns:
-        ``(k, width)``, zero below the diagonal.
-    """
+    """Rebuild a factor ``(k, width)``, zero below the diagonal; the inverse of `pack_trapezoid`."""
     U = np.zeros((k, width), packed.dtype)
     start = 0
     for i in range(k):
@@ -298,37 +251,16 @@ def unpack_trapezoid(packed: Array, k: int, width: int) -> Array:
 
 
 def to_bfloat16(values: Array) -> NDArray[np.uint16]:
-    """Round to bfloat16, to nearest even.
-
-    Args:
-        values: Finite numbers of any floating dtype.
-
-    Returns:
-        The 16-bit patterns, in the same shape.
-    """
+    """Round finite numbers to bfloat16, to nearest even: 16-bit patterns in the same shape."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Read bfloat16 patterns.
-
-    Args:
-        patterns: 16-bit patterns.
-
-    Returns:
-        The numbers, in the same shape.
-    """
+    """Read bfloat16 patterns as float32, in the same shape."""
     return (patterns.astype(np.uint32) << 16).view(np.float32)
 
 
 def decode(curvature: Array) -> Array:
-    """Give the numbers of a curvature array, which may be bfloat16 patterns.
-
-    Args:
-        curvature: Numbers, or patterns in uint16.
-
-    Returns:
-        Floating numbers, in the same shape.
-    """
+    """Give the numbers of a curvature array, which may be bfloat16 patterns in uint16."""
     return from_bfloat16(curvature) if curvature.dtype == np.uint16 else curvature

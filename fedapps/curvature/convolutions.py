@@ -103,13 +103,7 @@ def _geometry(module: Convolution, x: torch.Tensor) -> _Geometry | None:
 def conv_moment(module: Convolution, x: torch.Tensor, bias: bool) -> torch.Tensor:
     """Sum the outer products of a convolution's rows, without unfolding where that takes fewer operations.
 
-    Args:
-        module: The layer.
-        x: Its input, as for `conv_rows`.
-        bias: Whether the rows end with a 1.
-
-    Returns:
-        ``(groups, width, width)``, equal to ``rows' rows``.
+    Gives ``rows' rows``, ``(groups, width, width)``; with ``bias`` the rows end with a 1.
     """
     shape = _geometry(module, x)
     if shape is not None and _borders_fit(shape) and _cheaper(shape, module.groups):
@@ -118,16 +112,7 @@ def conv_moment(module: Convolution, x: torch.Tensor, bias: bool) -> torch.Tenso
 
 
 def unfolded_moment(module: Convolution, x: torch.Tensor, bias: bool) -> torch.Tensor:
-    """Sum the outer products of a convolution's rows by unfolding.
-
-    Args:
-        module: The layer.
-        x: Its input, as for `conv_rows`.
-        bias: Whether the rows end with a 1.
-
-    Returns:
-        ``(groups, width, width)``.
-    """
+    """Sum the outer products of a convolution's rows by unfolding; see `conv_moment`."""
     patches = _patches(module, x)
     batch, channels, dims = patches.shape[0], patches.shape[1], len(module.kernel_size)
     grouped = patches.reshape(batch, module.groups, channels // module.groups, *patches.shape[2:])
@@ -149,15 +134,7 @@ def _with_bias(square: torch.Tensor, sums: torch.Tensor, count: int) -> torch.Te
 
 
 def num_positions(module: Convolution, x: torch.Tensor) -> int:
-    """Count the rows of a convolution for an input, without computing them.
-
-    Args:
-        module: The layer.
-        x: Its input.
-
-    Returns:
-        Batch times output positions.
-    """
+    """Count the rows of a convolution for an input, batch times output positions, without computing them."""
     dims = len(module.kernel_size)
     batch = x.shape[0] if x.dim() == dims + 2 else 1
     sides = [
@@ -228,16 +205,7 @@ def _borders_fit(shape: _Geometry) -> bool:
 
 
 def shifted_moment(shape: _Geometry, groups: int, bias: bool) -> torch.Tensor:
-    """Sum the outer products of the rows by one product for each offset between kernel positions.
-
-    Args:
-        shape: The convolution.
-        groups: Its groups.
-        bias: Whether the rows end with a 1.
-
-    Returns:
-        ``(groups, width, width)``.
-    """
+    """Sum the outer products of the rows by one product for each offset between kernel positions; see `conv_moment`."""
     X, (kh, kw) = shape.X, shape.kernel
     batch, channels = X.shape[:2]
     inner = channels // groups

@@ -183,9 +183,6 @@ class FoofPreconditioner:
 
         The passes run without gradients, in training mode, so that the rows are those of training. Buffers (running
         statistics) and the random generators are put back afterwards.
-
-        Yields:
-            Nothing.
         """
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         devices = sorted({p.device.index or 0 for p in self._model.parameters() if p.device.type == "cuda"})
@@ -351,16 +348,10 @@ class FoofPreconditioner:
 
     @torch.no_grad()
     def blocks(self, dtype: WireDtype = WireDtype.FLOAT32) -> tuple[Block, ...]:
-        """Give what travels: for each block of `layout` the last step's ``P`` and ``M = (W_i - W) P``.
+        """Give what travels, layer by layer: the last step's ``P``, in such numbers, and ``M = (W_i - W) P``.
 
         A layer that took no step with a block has no input covariance, ``A = 0``: its ``P`` is ``damping I``; or ``I`` if
         it took plain gradient steps, which divide by that.
-
-        Args:
-            dtype: In which numbers ``P`` travels.
-
-        Returns:
-            The blocks, in the order of the model.
         """
         return tuple(self._block(state, dtype) for state in self._layers)
 

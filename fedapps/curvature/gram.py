@@ -31,27 +31,16 @@ QR_COST = 3.0
 
 
 def covariance(rows: torch.Tensor) -> torch.Tensor:
-    r"""Compute the uncentred covariance :math:`A = \frac1R \sum_r a_r a_r'`.
+    r"""Compute the uncentred covariance of rows ``([groups,] R, width)``, :math:`A = \frac1R \sum_r a_r a_r'`.
 
-    Args:
-        rows: ``(R, width)`` or ``(groups, R, width)``, at least one row.
-
-    Returns:
-        ``(width, width)`` or ``(groups, width, width)``, symmetric, in float32 or better.
+    It is symmetric, ``([groups,] width, width)``, in float32 or better.
     """
     rows = widened(rows)
     return rows.mT @ rows / rows.shape[-2]
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Convert to float32 if that has more digits.
-
-    Args:
-        x: Any floating tensor.
-
-    Returns:
-        The tensor in float32 or better.
-    """
+    """Convert a floating tensor to float32 if that has more digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -64,60 +53,28 @@ class Gram:
 
     @classmethod
     def of_rows(cls, rows: torch.Tensor) -> Self:
-        """Keep rows as they are.
-
-        Args:
-            rows: ``(groups, k, width)``.
-
-        Returns:
-            Their sum of outer products.
-        """
+        """Keep rows, ``(groups, k, width)``, as they are."""
         return cls(rows, None)
 
     @classmethod
     def of_matrix(cls, matrix: torch.Tensor) -> Self:
-        """Take a matrix.
-
-        Args:
-            matrix: ``(groups, width, width)``.
-
-        Returns:
-            The sum of outer products that it is.
-        """
+        """Take a matrix, ``(groups, width, width)``."""
         return cls(None, matrix)
 
     def plus(self, other: Gram) -> Gram:
-        """Add: rows are joined if both have them, else matrices are added.
-
-        Args:
-            other: Another sum of the same layer.
-
-        Returns:
-            The sum of both.
-        """
+        """Add: rows are joined if both have them, else matrices are added."""
         if self.rows is not None and other.rows is not None:
             return Gram.of_rows(torch.cat([self.rows, other.rows], dim=1))
         return Gram.of_matrix(self.dense() + other.dense())
 
     def times(self, factor: float) -> Gram:
-        """Multiply by a number.
-
-        Args:
-            factor: The number, >= 0.
-
-        Returns:
-            The product.
-        """
+        """Multiply by a number >= 0."""
         if self.rows is not None:
             return Gram.of_rows(self.rows * factor**0.5)
         return Gram.of_matrix(self.dense() * factor)
 
     def dense(self) -> torch.Tensor:
-        """Give the matrix.
-
-        Returns:
-            ``(groups, width, width)``.
-        """
+        """Give the matrix, ``(groups, width, width)``."""
         if self.matrix is not None:
             return self.matrix
         if self.rows is None:
@@ -131,17 +88,10 @@ class Gram:
 
 
 def cheaper_through_rows(num_rows: int, width: int, out: int, solves: int) -> bool:
-    """Compare the operations of dividing through the rows and through the matrix.
+    """Say whether dividing so many gradients through the ``k`` rows takes fewer operations than through the matrix.
 
-    Args:
-        num_rows: Rows ``k``.
-        width: Width of the block.
-        out: Rows of a gradient.
-        solves: Gradients that are divided by one factorisation.
-
-    Returns:
-        Whether the rows are cheaper: QR ``4 w k^2`` and ``6 out w k`` a gradient, against building ``2 k w^2``, Cholesky
-        ``w^3 / 3`` and ``2 out w^2`` a gradient.
+    QR ``4 w k^2`` and ``6 out w k`` a gradient, against building ``2 k w^2``, Cholesky ``w^3 / 3`` and ``2 out w^2`` a
+    gradient.
     """
     if num_rows >= width:
         return False
@@ -173,14 +123,7 @@ class DenseDivisor:
     added_damping: float  # the largest damping that a group needed beyond the one asked for
 
     def divide(self, G: torch.Tensor) -> torch.Tensor:
-        """Compute ``G P^-1``.
-
-        Args:
-            G: ``(groups, out / groups, width)``.
-
-        Returns:
-            In the same shape.
-        """
+        """Compute ``G P^-1``, ``(groups, out / groups, width)``."""
         return torch.cholesky_solve(G.mT, self.factor).mT
 
     def matrix(self) -> torch.Tensor:
@@ -199,14 +142,7 @@ class RowDivisor:
     added_damping: float = 0.0  # 0: a block that needs more is factorised as matrix
 
     def divide(self, G: torch.Tensor) -> torch.Tensor:
-        """Compute ``G P^-1`` by the formula of the module.
-
-        Args:
-            G: ``(groups, out / groups, width)``.
-
-        Returns:
-            In the same shape.
-        """
+        """Compute ``G P^-1``, ``(groups, out / groups, width)``, by the formula of the module."""
         coordinates = G @ self.basis  # (groups, out / groups, k)
         update, projected = (coordinates @ self.inside_and_span).chunk(2, dim=2)
         outside = G - projected
@@ -229,9 +165,6 @@ def factorise(A: Gram, damping: float, *, through_rows: bool, where: str) -> Div
         through_rows: Use the rows if ``A`` has them; without damping, or with one that rounding swallows, the matrix is used.
         where: Layer and client, for messages.
 
-    Returns:
-        The factorised ``P``.
-
     Raises:
         CurvatureError: ``A`` is not finite, or ``P`` is not positive definite even with the last damping of `damping_ladder`.
     """
@@ -250,15 +183,8 @@ def factorise(A: Gram, damping: float, *, through_rows: bool, where: str) -> Div
 def factorise_matrix(P: torch.Tensor, *, where: str) -> DenseDivisor:
     """Factorise ``P + d I`` with the smallest ``d`` of `damping_ladder` that makes it positive definite, group by group.
 
-    Args:
-        P: ``(groups, width, width)``; symmetrised before use.
-        where: Layer and client, for messages.
-
-    Returns:
-        The factorised matrix.
-
-    Raises:
-        CurvatureError: ``P`` is not finite, or not positive definite even with the last damping of the ladder.
+    ``P``, ``(groups, width, width)``, is symmetrised before use; not finite, or not positive definite with the last damping
+    of the ladder, it is a CurvatureError.
     """
     if not torch.isfinite(P).all():
         raise not_finite(where)
@@ -334,15 +260,7 @@ def precondition(G: torch.Tensor, P: torch.Tensor, *, where: str = "") -> Precon
 
 
 def divide(divisor: Divisor, G: torch.Tensor, *, where: str) -> torch.Tensor:
-    """Divide a gradient by a factorised block, and check that all is finite.
-
-    Args:
-        divisor: The block.
-        G: ``(groups, out / groups, width)``.
-        where: Layer and client, for messages.
-
-    Returns:
-        ``G P^-1``, in the same shape.
+    """Divide a gradient, ``(groups, out / groups, width)``, by a factorised block, and check that all is finite.
 
     Raises:
         CurvatureError: The gradient or the result is not finite.
@@ -355,15 +273,7 @@ def divide(divisor: Divisor, G: torch.Tensor, *, where: str) -> torch.Tensor:
 
 
 def add_to_diagonal(P: torch.Tensor, damping: float) -> torch.Tensor:
-    """Add a number to the diagonal.
-
-    Args:
-        P: ``(..., width, width)``; left unchanged.
-        damping: The number.
-
-    Returns:
-        ``P + damping I``.
-    """
+    """Compute ``P + damping I`` for ``P`` ``(..., width, width)``, which is left unchanged."""
     damped = P.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     return damped

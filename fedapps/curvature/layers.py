@@ -79,18 +79,9 @@ def register_layer(
     num_rows: Callable[..., int] | None = None,
     moment: Callable[..., torch.Tensor] | None = None,
 ) -> Callable[[RowsT], RowsT]:
-    """Register the rows of a layer type; a decorator, to be used in the module that defines the model.
+    """Register the rows of a layer type; a decorator of its function, to be used in the module that defines the model.
 
-    Args:
-        kind: The type. A subclass is covered as well unless it has its own ``forward``.
-        transposed: The weight is stored as ``(in, out)``.
-        refuse: ``module -> reason`` for options that the rows do not cover; None for a module that they cover.
-        groups: As in `LayerType`.
-        num_rows: As in `LayerType`.
-        moment: As in `LayerType`.
-
-    Returns:
-        The decorator of a function ``(module, input) -> (rows, in)``.
+    A subclass of ``kind`` is covered as well unless it has its own ``forward``. The other arguments are `LayerType`'s.
     """
 
     def register(rows: RowsT) -> RowsT:
@@ -107,15 +98,7 @@ def _refuse_attention_output(_module: nn.Linear) -> str:
 @register_layer(NonDynamicallyQuantizableLinear, refuse=_refuse_attention_output)
 @register_layer(nn.Linear)
 def linear_rows(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Give the rows of a linear layer: batch and any sequence positions, flattened.
-
-    Args:
-        module: The layer.
-        x: ``(..., in)``.
-
-    Returns:
-        ``(rows, in)``.
-    """
+    """Give the rows ``(rows, in)`` of a linear layer: batch and any sequence positions of ``(..., in)``, flattened."""
     return x.reshape(-1, module.in_features)
 
 
@@ -139,16 +122,13 @@ _BY_NAME = {("transformers.pytorch_utils", "Conv1D"): LayerType(_conv1d_rows, tr
 def input_rows(
     module: nn.Module, x: torch.Tensor, chosen: torch.Tensor | None = None, *, where: str = ""
 ) -> torch.Tensor:
-    """Give the rows of one forward call of a layer, bias folded in.
+    """Give the rows of one forward call of a layer, ``(groups, rows, width)`` in float32 or better, bias folded in as a last 1.
 
     Args:
         module: A layer with a block.
         x: Its input.
         chosen: Numbers of the rows to give, ``(k,)``; None for all.
         where: Layer and client, for messages; may be empty.
-
-    Returns:
-        ``(groups, rows, width)`` in float32 or better, the last column 1 if the layer has a trainable bias.
 
     Raises:
         CurvatureError: The rows that are registered for the type do not fit the layer's weight.
@@ -166,15 +146,7 @@ def input_rows(
 
 
 def count_rows(module: nn.Module, x: torch.Tensor, *, where: str = "") -> int:
-    """Count the rows of one forward call of a layer.
-
-    Args:
-        module: A layer with a block.
-        x: Its input.
-        where: Layer and client, for messages; may be empty.
-
-    Returns:
-        The number; types that do not say without computing the rows compute them.
+    """Count the rows of one forward call of a layer; types that do not say without computing the rows compute them.
 
     Raises:
         CurvatureError: The rows that are registered for the type do not fit the layer's weight.
@@ -186,15 +158,7 @@ def count_rows(module: nn.Module, x: torch.Tensor, *, where: str = "") -> int:
 
 
 def input_moment(module: nn.Module, x: torch.Tensor, *, where: str = "") -> torch.Tensor | None:
-    """Sum the outer products of the rows of one forward call, where its type has a faster way than from the rows.
-
-    Args:
-        module: A layer with a block.
-        x: Its input.
-        where: Layer and client, for messages; may be empty.
-
-    Returns:
-        ``(groups, width, width)``; None if its type has no such way.
+    """Sum the outer products of the rows of one forward call, ``(groups, width, width)``; None if its type has no fast way.
 
     Raises:
         CurvatureError: The moment that is registered for the type does not fit the layer's weight.
@@ -273,14 +237,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_type(module: nn.Module) -> LayerType | None:
-    """Find the registered type of a layer.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The type, or None. A subclass with its own ``forward`` computes something else and has none.
-    """
+    """Find the registered type of a layer; None if it has none, as a subclass with its own ``forward``."""
     for base in type(module).__mro__:
         if not issubclass(base, nn.Module):
             continue
@@ -291,14 +248,7 @@ def layer_type(module: nn.Module) -> LayerType | None:
 
 
 def trainable_bias(module: nn.Module) -> nn.Parameter | None:
-    """Give the bias that the layer's block includes.
-
-    Args:
-        module: A layer with a block.
-
-    Returns:
-        Its bias, if it has one that is trained.
-    """
+    """Give the bias that the layer's block includes: one that is trained."""
     bias = module._parameters.get("bias")
     return bias if bias is not None and bias.requires_grad else None
 
@@ -309,9 +259,6 @@ def model_layout(model: nn.Module, *, max_width: int = 0) -> Layout:
     Args:
         model: The model.
         max_width: A wider layer is cut into diagonal blocks of at most this width; 0 leaves every layer whole.
-
-    Returns:
-        The layout, in the order of ``named_parameters()``.
 
     Raises:
         CurvatureError: What is registered for a layer's type does not fit its weight.

@@ -95,14 +95,7 @@ class BlockSpec:
         return sum(triangle_size(tile.width) for tile in self.tiles)
 
     def where(self, who: str) -> str:
-        """Name the block for messages.
-
-        Args:
-            who: Whose block, such as ``"client 3"``; may be empty.
-
-        Returns:
-            ``"layer 'fc1', client 3"``.
-        """
+        """Name the block for messages, ``"layer 'fc1', client 3"``; ``who`` may be empty."""
         return f"layer '{self.layer}', {who}" if who else f"layer '{self.layer}'"
 
 
@@ -124,14 +117,7 @@ class Layout:
         return tuple(name for spec in self.blocks for name in spec.parameters)
 
     def report(self, model: Mapping[str, Array]) -> str:
-        """Say which tensors of a model are preconditioned, which averaged and why, and which take the maximum.
-
-        Args:
-            model: Every tensor that travels, by name.
-
-        Returns:
-            A line for each treatment, with the names of its tensors, in the order of the model.
-        """
+        """Say which tensors of a model are preconditioned, averaged and why, or take the maximum; a line for each treatment."""
         names: dict[str, list[str]] = {}
         blocks = {name: f"preconditioned, {describe_tiles(spec)}" for spec in self.blocks for name in spec.parameters}
         for name, value in model.items():
@@ -141,35 +127,19 @@ class Layout:
         return "\n".join(f"{how}: {', '.join(tensors)}" for how, tensors in names.items())
 
     def to_json(self) -> str:
-        """Write the layout as text for a message; `layout_from_json` reads it.
-
-        Returns:
-            JSON.
-        """
+        """Write the layout as JSON for a message; `layout_from_json` reads it."""
         return json.dumps({"blocks": [asdict(spec) for spec in self.blocks], "averaged": dict(self.averaged)})
 
 
 def describe_tiles(spec: BlockSpec) -> str:
-    """Describe the shapes of a layer's blocks, for people.
-
-    Returns:
-        ``"block 5 x 5"`` or ``"2 blocks 19 x 19"``.
-    """
+    """Describe the shapes of a layer's blocks, for people: ``"block 5 x 5"`` or ``"2 blocks 19 x 19"``."""
     widths = sorted({tile.width for tile in spec.tiles}, reverse=True)
     shapes = " or ".join(f"{width} x {width}" for width in widths)
     return f"block {shapes}" if len(spec.tiles) == 1 else f"{len(spec.tiles)} blocks {shapes}"
 
 
 def layout_from_json(text: str, who: str) -> Layout:
-    """Read a layout that `Layout.to_json` wrote.
-
-    Args:
-        text: JSON from a message.
-        who: Whose message, for the error.
-
-    Raises:
-        MessageError: The text is not a layout.
-    """
+    """Read a layout that `Layout.to_json` wrote, from a message of ``who``, or raise a MessageError."""
     try:
         content = json.loads(text)
         blocks = tuple(_spec_from_json(entry) for entry in content["blocks"])
@@ -196,47 +166,18 @@ def _spec_from_json(entry: Mapping[str, Any]) -> BlockSpec:
 
 
 def check_fits(arrays: Mapping[str, Array], spec: BlockSpec, who: str) -> None:
-    """Check that a block fits a model, before anything of the block's size is made.
-
-    Args:
-        arrays: The model.
-        spec: The block.
-        who: Whose block, for messages.
-
-    Raises:
-        MessageError: A parameter is missing or its shape does not fit the block.
-    """
+    """Check that a block fits a model, before anything of the block's size is made; ``who`` says whose block, for the error."""
     _parameters(arrays, spec, who)
 
 
 def to_matrix(arrays: Mapping[str, Array], spec: BlockSpec, who: str = "") -> Array:
-    """Lay a block's parameters out as its matrix.
-
-    Args:
-        arrays: Parameters by name, at least those of the block.
-        spec: The block.
-        who: Whose parameters, for messages.
-
-    Returns:
-        ``W`` ``(rows, width)``, a copy.
-
-    Raises:
-        MessageError: A parameter is missing or its shape does not fit the block.
-    """
+    """Lay a block's parameters out as its matrix ``W``, ``(rows, width)``, a copy; ``who`` says whose, for the error."""
     weight, bias = _parameters(arrays, spec, who)
     return np.concatenate([weight.reshape(spec.rows, -1), *bias], axis=1)
 
 
 def from_matrix(W: Array, spec: BlockSpec, like: Mapping[str, Array]) -> dict[str, Array]:
-    """Cut a block's matrix into its parameters; the inverse of `to_matrix`.
-
-    Args:
-        W: ``(rows, width)``.
-        spec: The block.
-        like: Tensors of the model by name, for the shapes and dtypes.
-
-    Returns:
-        Name -> parameter, in the shape and dtype of ``like``.
+    """Cut a block's matrix ``W`` into its parameters, in the shapes and dtypes of ``like``; the inverse of `to_matrix`.
 
     Raises:
         MessageError: ``W`` or a tensor of ``like`` does not fit the block.
@@ -270,15 +211,5 @@ def _parameters(arrays: Mapping[str, Array], spec: BlockSpec, who: str) -> tuple
 
 
 def misshapen(spec: BlockSpec, who: str, expected: str, got: str) -> MessageError:
-    """Compose the error for an array that does not fit its block.
-
-    Args:
-        spec: The block.
-        who: Whose array.
-        expected: What would fit.
-        got: What came.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Compose the error for an array that does not fit its block."""
     return MessageError(spec.where(who), expected=expected, got=got, do="fold the bias on both ends or on neither")

@@ -29,16 +29,7 @@ class Chosen(NamedTuple):
 
 
 def along(theta: Mapping[str, Array], direction: Mapping[str, Array], step: float) -> dict[str, Array]:
-    """Go a step along a direction: ``theta + s d``.
-
-    Args:
-        theta: The model, by name.
-        direction: Name -> ``d`` in the shape and dtype of the tensor; tensors without one stay.
-        step: ``s``.
-
-    Returns:
-        The model there, in the order and dtypes of ``theta``.
-    """
+    """Go a step along a direction, ``theta + s d``, in the order and dtypes of ``theta``; tensors without a direction stay."""
     return {
         name: (value + step * direction[name]).astype(value.dtype, copy=False) if name in direction else value
         for name, value in theta.items()
@@ -53,14 +44,11 @@ def choose_step(steps: Sequence[float], losses: Mapping[int, Sequence[float]], w
         losses: Client -> its loss at step 0, then at every candidate. NaN and infinity rule a candidate out.
         weights: Client -> ``p_i`` up to a common factor, > 0.
 
-    Returns:
-        The step, and the mean losses there and at step 0.
+    References:
+        arXiv 2109.02388, the global line search.
 
     Raises:
         ValueError: No client, or one with another number of losses.
-
-    References:
-        arXiv 2109.02388, the global line search.
     """
     if not losses or any(len(row) != len(steps) + 1 for row in losses.values()):
         raise ValueError(f"line search: expected {len(steps) + 1} losses from at least one client, got {dict(losses)}")

@@ -26,12 +26,12 @@ class LogisticRegression:
         y: ``(n,)`` labels, -1 or +1.
         lam: Weight of the penalty, >= 0.
 
-    Raises:
-        ValueError: A shape does not fit, a label is neither -1 nor +1, or ``lam`` is negative.
-
     Example:
         >>> LogisticRegression(np.eye(2), np.array([1, -1]), lam=0.0).gradient(np.zeros(2))
         array([-0.25,  0.25])
+
+    Raises:
+        ValueError: A shape does not fit, a label is neither -1 nor +1, or ``lam`` is negative.
     """
 
     def __init__(self, X: Any, y: NDArray[Any], lam: float) -> None:
@@ -63,39 +63,18 @@ class LogisticRegression:
             )
 
     def loss(self, theta: NDArray[np.float64]) -> float:
-        """Compute the value.
-
-        Args:
-            theta: ``(d,)``.
-
-        Returns:
-            ``f(theta)``.
-        """
+        """Compute the value at ``theta``, ``(d,)``."""
         # logaddexp(0, -m) = log(1 + exp(-m)) without overflow.
         return float(np.logaddexp(0.0, -self._margins(theta)).mean() + 0.5 * self._lam * (theta @ theta))
 
     def gradient(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Compute the gradient.
-
-        Args:
-            theta: ``(d,)``.
-
-        Returns:
-            ``(d,)``.
-        """
+        """Compute the gradient, ``(d,)``."""
         slopes = -self._y * expit(-self._margins(theta)) / len(self._y)
         gradient: NDArray[np.float64] = self._X.T @ slopes + self._lam * theta
         return gradient
 
     def hessian(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Compute the Hessian.
-
-        Args:
-            theta: ``(d,)``.
-
-        Returns:
-            ``(d, d)``, dense and symmetric.
-        """
+        """Compute the Hessian, ``(d, d)``, dense and symmetric."""
         margins = self._margins(theta)
         # expit(m) expit(-m) = s (1 - s) without cancellation; its root makes the product exactly symmetric.
         roots = np.sqrt(expit(margins) * expit(-margins) / len(self._y))

@@ -67,31 +67,14 @@ class Mixed(NamedTuple):
 
 
 def start_block(rows: int, width: int) -> BlockSums:
-    """Start the sums of a block.
-
-    Args:
-        rows: Outputs of the layer; 1 for a parameter vector.
-        width: Width of ``P``.
-
-    Returns:
-        Sums over no client.
-    """
+    """Start the sums of a block, over no client; ``rows`` are the outputs of the layer, or 1 for a parameter vector."""
     return BlockSums(0.0, np.zeros(triangle_size(width)), np.zeros((rows, width)))
 
 
 def add_block(sums: BlockSums, weight: float, curvature: Array, product: Array, *, where: str) -> None:
-    """Add a client to the sums of a block, in place.
+    """Add a client to the sums of a block, in place; they are unchanged if an error is raised.
 
-    Args:
-        sums: The sums; unchanged if an error is raised.
-        weight: ``p_i`` up to a factor common to all clients, > 0.
-        curvature: ``P_i`` packed, ``(width (width + 1) / 2,)``.
-        product: ``M_i``, ``(rows, width)``.
-        where: Layer and client, for messages.
-
-    Raises:
-        ValueError: The weight is not positive and finite.
-        CurvatureError: A shape differs from the block's.
+    ``where`` is layer and client, for the error if the weight is not positive and finite, or a shape differs from the block's.
     """
     check_weight(weight, where)
     if curvature.shape != sums.curvature.shape or product.shape != sums.product.shape:
@@ -107,15 +90,7 @@ def add_block(sums: BlockSums, weight: float, curvature: Array, product: Array, 
 
 
 def mix_block(W: Array, sums: BlockSums, *, where: str) -> Mixed:
-    r"""Mix a block: :math:`W' = W + [\sum_i p_i M_i] [\sum_i p_i P_i]^{-1}`.
-
-    Args:
-        W: The block of the model that was sent out, ``(rows, width)``.
-        sums: Sums over the clients; left unchanged.
-        where: The layer, for messages.
-
-    Returns:
-        The new block and the damping that had to be added to make the mean of ``P_i`` positive definite.
+    r"""Mix a block: :math:`W' = W + [\sum_i p_i M_i] [\sum_i p_i P_i]^{-1}`; ``where`` is the layer, for messages.
 
     Raises:
         ValueError: No client was added.

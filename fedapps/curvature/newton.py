@@ -63,15 +63,12 @@ def newton_steps(
         damping: Added to the diagonal of the Hessian, >= 0.
         where: Whose steps, for messages, such as ``"client 3"``.
 
-    Returns:
-        The end point, and the last step's preconditioner.
+    References:
+        arXiv 2511.09100, the client's part of equation 8.
 
     Raises:
         ValueError: ``num_steps`` is below 1 or ``damping`` is negative.
         CurvatureError: A Hessian cannot be solved; the message names the step.
-
-    References:
-        arXiv 2511.09100, the client's part of equation 8.
     """
     if num_steps < 1 or not damping >= 0:
         raise ValueError(explain(where, expected="num_steps >= 1 and damping >= 0", got=f"{num_steps} and {damping}"))
@@ -94,12 +91,6 @@ def minimise(objective: Objective, theta: Vector, *, tol: float = 1e-10, max_ste
         tol: The norm of the gradient at which backtracking ends. One full step follows, which squares the error that is left,
             so the result is good to rounding.
         max_steps: Steps after which to give up.
-
-    Returns:
-        The minimiser ``(d,)``.
-
-    Raises:
-        CurvatureError: The tolerance is not reached, or a Hessian cannot be solved.
     """
     for _ in range(max_steps):
         gradient = objective.gradient(theta)

@@ -18,29 +18,12 @@ TILE = 256
 
 
 def triangle_size(n: int) -> int:
-    """Count the numbers in the upper triangle, diagonal included.
-
-    Args:
-        n: Width of the matrix.
-
-    Returns:
-        ``n (n + 1) / 2``.
-    """
+    """Count the numbers in the upper triangle of an ``(n, n)`` matrix, ``n (n + 1) / 2``."""
     return n * (n + 1) // 2
 
 
 def triangle_width(size: int) -> int:
-    """Find the width of the matrix whose upper triangle has a given size; the inverse of `triangle_size`.
-
-    Args:
-        size: Numbers in the triangle.
-
-    Returns:
-        ``n`` with ``n (n + 1) / 2 = size``.
-
-    Raises:
-        CurvatureError: No matrix has such a triangle.
-    """
+    """Find the ``n`` of the matrix whose upper triangle has so many numbers, or raise a CurvatureError if there is none."""
     n = (isqrt(8 * size + 1) - 1) // 2
     if triangle_size(n) != size:
         raise CurvatureError(
@@ -53,14 +36,10 @@ def triangle_width(size: int) -> int:
 
 
 def pack_upper(matrix: NDArray[Any]) -> NDArray[Any]:
-    """Copy the upper triangle of a symmetric matrix.
+    """Copy the upper triangle of a symmetric matrix ``(n, n)`` of any floating dtype, ``(n (n + 1) / 2,)``.
 
-    Args:
-        matrix: ``(n, n)`` of any floating dtype. It may differ from its transpose by as much as rounding explains
-            (the square root of the dtype's epsilon, relative to the largest entry).
-
-    Returns:
-        ``(n (n + 1) / 2,)`` of the same dtype.
+    It may differ from its transpose by as much as rounding explains: the square root of the dtype's epsilon, relative to the
+    largest entry.
 
     Raises:
         CurvatureError: The matrix is not square or not symmetric.
@@ -81,13 +60,7 @@ def pack_upper(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def unpack_upper(packed: NDArray[Any]) -> NDArray[Any]:
-    """Rebuild a symmetric matrix from its upper triangle; the inverse of `pack_upper`.
-
-    Args:
-        packed: ``(n (n + 1) / 2,)``.
-
-    Returns:
-        ``(n, n)`` of the same dtype, exactly symmetric.
+    """Rebuild a matrix ``(n, n)``, exactly symmetric, from its upper triangle; the inverse of `pack_upper`.
 
     Raises:
         CurvatureError: The input is not a vector, or has a size that no triangle has.
@@ -107,15 +80,7 @@ def unpack_upper(packed: NDArray[Any]) -> NDArray[Any]:
 
 
 def scaled_identity(n: int, scale: float) -> NDArray[np.float64]:
-    """Give the packed triangle of ``scale * I``.
-
-    Args:
-        n: Width of the matrix.
-        scale: The factor.
-
-    Returns:
-        ``(n (n + 1) / 2,)``.
-    """
+    """Give the packed triangle, ``(n (n + 1) / 2,)``, of ``scale * I``."""
     packed = np.zeros(triangle_size(n))
     packed[diagonal_places(n)] = scale
     return packed

@@ -63,9 +63,6 @@ def solve_spd(P: NDArray[Any], rhs: NDArray[Any], *, where: str) -> Solution:
         rhs: ``(n,)`` or ``(n, m)``.
         where: What is solved, for messages, such as ``"layer 'fc1', client 3"``.
 
-    Returns:
-        ``x`` in the shape of ``rhs``, and ``d``.
-
     Raises:
         CurvatureError: An input is not finite, the shapes do not fit, ``P`` is zero everywhere, or it is not positive
             definite even with the last damping of the ladder.
@@ -110,14 +107,7 @@ def _cholesky(P: NDArray[Any]) -> NDArray[Any] | None:
 
 
 def not_finite(where: str) -> CurvatureError:
-    """Compose the error for NaN or infinity in a block or a gradient.
-
-    Args:
-        where: What is solved.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Compose the error for NaN or infinity in a block or a gradient."""
     return CurvatureError(
         where,
         expected="finite curvature and a finite right-hand side",
@@ -127,16 +117,7 @@ def not_finite(where: str) -> CurvatureError:
 
 
 def not_definite(where: str, mean_diagonal: float, *, is_zero: bool) -> CurvatureError:
-    """Compose the error for a block that no damping of the ladder makes positive definite.
-
-    Args:
-        where: What is solved.
-        mean_diagonal: Mean of the diagonal of the block.
-        is_zero: Whether the block is zero everywhere.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Compose the error for a block that no damping of the ladder makes positive definite, or that is zero everywhere."""
     got = (
         "one that is zero everywhere"
         if is_zero

@@ -110,11 +110,7 @@ class LambdaReport:
         return self.reason not in (Reason.FAR, Reason.FEW)
 
     def describe(self) -> str:
-        """Say the choice and its grounds in one line.
-
-        Returns:
-            Text for a log.
-        """
+        """Say the choice and its grounds in one line, for a log."""
         return (
             f"lambda = {self.lam:.4g} ({_REASONS[self.reason]}): R^2 = {self.R2:.4g} +- {self.standard_error:.2g}"
             f" (spread {self.spread:.4g} - noise {self.noise:.4g}), s2 = {self.s2:.4g}, d = {self.dimension},"
@@ -150,9 +146,6 @@ def choose_lambda(
         dimension: ``d``, the number of personalised parameters.
         config: Bounds, factor and rule.
         num_clients: ``N``, clients in all; None if all have reported.
-
-    Returns:
-        The choice and its grounds.
 
     Raises:
         MessageError: There is no fit, or a number is impossible.

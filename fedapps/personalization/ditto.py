@@ -54,14 +54,11 @@ def train_client(
         eta: Step of the global copy.
         personal_lr: Step of the personal model; stable below ``2/(L + lambda)``.
 
-    Returns:
-        Both models, new arrays.
+    References:
+        arXiv 2012.04221, Algorithm 1, lines 5-7.
 
     Raises:
         SettingsError: ``lam`` is negative or not finite.
-
-    References:
-        arXiv 2012.04221, Algorithm 1, lines 5-7.
     """
     check_lambda(lam)
     anchor = np.array(received, dtype=np.float64)

@@ -133,11 +133,7 @@ def default_gamma(lam: float, L: float, num_sampled: int, num_clients: int) -> f
 
 
 def initial_state(model: Arrays) -> ServerState:
-    """Start a run: every ``w_i`` starts at ``w``, so every difference is 0.
-
-    Args:
-        model: The (personal tensors of the) initial model.
-    """
+    """Start a run from (the personal tensors of) the initial model: every ``w_i`` starts at ``w``, so every difference is 0."""
     return restart(ServerState(model={name: np.array(w) for name, w in model.items()}, total={}, generation=-1))
 
 
@@ -145,25 +141,13 @@ def restart(state: ServerState) -> ServerState:
     """Void the running sum, for when a client has lost its store and can no longer take back what it once added.
 
     The global model stays. Every client's next reply counts as its first, whatever it knew.
-
-    Returns:
-        The state with an empty sum, one generation on.
     """
     zeros = {name: np.zeros(w.shape) for name, w in state.model.items()}
     return replace(state, total=zeros, heard=0.0, generation=state.generation + 1)
 
 
 def value_to_send(received: Arrays, personal: Arrays, stale: Stale) -> dict[str, NDArray[np.float64]]:
-    """Compute what the server's sum is to hold of a client: ``d_i = w - w_i``, or ``w_i`` for ``reuse-models``.
-
-    Args:
-        received: ``w`` as the client received it.
-        personal: ``w_i`` after the client's ``K`` steps.
-        stale: The server's rule.
-
-    Returns:
-        Name -> float64 array.
-    """
+    """Compute what the server's sum is to hold of a client, float64: ``d_i = w - w_i``, or ``w_i`` for ``reuse-models``."""
     if stale is Stale.REUSE_MODELS:
         return {name: _wide(w_i) for name, w_i in personal.items()}
     return {name: _wide(received[name]) - _wide(w_i) for name, w_i in personal.items()}
@@ -178,9 +162,6 @@ def send(received: Arrays, personal: Arrays, known: Arrays | None, stale: Stale)
         known: `Sent.known` of the client's last folded reply in the server's present generation; None if there is none,
             and always None for ``replies``, whose sum is of one round.
         stale: The server's rule.
-
-    Returns:
-        Message and state.
 
     Raises:
         MessageError: The personal model, or ``known``, has other tensors than the received one.
@@ -198,13 +179,10 @@ def send(received: Arrays, personal: Arrays, known: Arrays | None, stale: Stale)
 
 
 def fold(state: ServerState, message: Arrays, weight: float, *, first: bool) -> ServerState:
-    """Add ``p_i (new - old)`` of one reply to the running sum.
+    """Add ``p_i (new - old)`` of one reply, `Sent.message`, to the running sum; ``state`` is not modified.
 
-    Args:
-        state: The state; not modified.
-        message: `Sent.message`.
-        weight: ``p_i``, of weights that sum to 1 over all ``N`` clients.
-        first: Whether this is the client's first folded reply of this generation (``replies``: always).
+    ``p_i`` are weights that sum to 1 over all ``N`` clients; ``first`` says whether this is the client's first folded reply of
+    this generation (``replies``: always).
 
     Raises:
         MessageError: The reply has other tensors than the model.
@@ -226,15 +204,7 @@ def fold(state: ServerState, message: Arrays, weight: float, *, first: bool) -> 
 def server_step(state: ServerState, config: FedClupConfig) -> ServerState:
     r"""Move the global model, :math:`w \leftarrow w - \gamma\lambda \sum_i p_i (w - w_i)`, after the round's last fold.
 
-    Args:
-        state: The state; not modified.
-        config: ``lambda``, ``gamma`` and the rule for clients that did not reply.
-
-    Returns:
-        The new state; under ``replies`` its sum is empty again.
-
-    References:
-        arXiv 2410.08934, outer update.
+    Under ``replies`` the sum of the new state is empty again. arXiv 2410.08934, outer update.
     """
     scale = config.gamma * config.lam
     model = {
@@ -248,16 +218,9 @@ def server_step(state: ServerState, config: FedClupConfig) -> ServerState:
 
 
 def gamma_warnings(config: FedClupConfig, L: float, num_sampled: int, num_clients: int) -> list[str]:
-    """Say what is wrong with a server step.
+    """Say what is wrong with a server step, with the bound that is passed; nothing if the step is known to be stable.
 
-    Args:
-        config: The server's numbers.
-        L: Greatest curvature over the clients, known or estimated.
-        num_sampled: ``|S|``.
-        num_clients: ``N``.
-
-    Returns:
-        Sentences with the bound that is passed; none if the step is one that is known to be stable.
+    ``L`` is the greatest curvature over the clients, known or estimated.
     """
     numbers = f"with lambda = {config.lam:g}, L = {L:g}, {num_sampled} of {num_clients} clients a round"
     full = default_gamma(config.lam, L, num_clients, num_clients)
@@ -313,18 +276,10 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def personal_names(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    """Pick the personal tensors of a model.
+    """Pick the personal tensors of a model, in the order of ``names``.
 
-    Args:
-        names: Names of the trainable tensors.
-        patterns: Names, modules (``head`` stands for ``head.weight`` and ``head.bias``) or shell patterns
-            (``layers.*.bias``); none makes every tensor personal.
-
-    Returns:
-        The personal names, in the order of ``names``.
-
-    Raises:
-        SettingsError: A pattern names no tensor.
+    A pattern is a name, a module (``head`` stands for ``head.weight`` and ``head.bias``) or a shell pattern
+    (``layers.*.bias``), and must name a tensor; no pattern makes every tensor personal.
     """
     for pattern in patterns:
         if not any(_names(pattern, name) for name in names):

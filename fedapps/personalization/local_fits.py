@@ -53,7 +53,7 @@ class LocalFit:
 
 
 def fit_of_least_squares(X: Matrix, y: Vector, v: Vector, received: Vector, lam: float) -> LocalFit:
-    r"""Measure a fit of linear regression, whose gradients have covariance ``J = s2 A``.
+    r"""Measure a fit of linear regression, whose gradients have covariance ``J = s2 A``; ``s2`` is unbiased for ``lambda = 0``.
 
     .. math:: s^2 = \frac{|Xv - y|^2}{n - \mathrm{tr}(A A_\lambda^{-1})}, \qquad
               q = \frac{s^2}{n}\,\mathrm{tr}(A_\lambda^{-1} A A_\lambda^{-1}), \qquad A_\lambda = A + \lambda I
@@ -64,9 +64,6 @@ def fit_of_least_squares(X: Matrix, y: Vector, v: Vector, received: Vector, lam:
         v: The fit, ``(d,)``: minimiser of ``|Xv - y|^2/(2n) + (lambda/2)|v - w|^2``.
         received: ``w``, ``(d,)``.
         lam: ``lambda >= 0`` of the fit; above 0 if ``n < d``.
-
-    Returns:
-        The report; the residual variance is unbiased for ``lambda = 0``.
     """
     client: Quadratic = least_squares(X, y)
     n, residuals = len(y), X @ v - y
@@ -87,9 +84,6 @@ def fit_of_gradients(hessian: Matrix, example_gradients: Matrix, v: Vector, rece
         v: The fit, ``(d,)``.
         received: ``w``, ``(d,)``.
         lam: ``lambda >= 0`` of the fit.
-
-    Returns:
-        The report.
     """
     n, d = example_gradients.shape
     centred = example_gradients - example_gradients.mean(axis=0)

@@ -94,9 +94,6 @@ def train_client(
         theta: The client's last personal model, ``(d,)``; None the first time, which starts at ``w``.
         config: The client's numbers.
 
-    Returns:
-        The local copy and the personal model, new arrays.
-
     References:
         arXiv 2006.08848, Algorithm 1, lines 5-9.
     """
@@ -110,16 +107,7 @@ def train_client(
 
 
 def local_step(local: Tensor, theta: Tensor, eta: float, lam: float) -> Tensor:
-    r"""Move the local copy towards the personal model, :math:`w_i - \eta\lambda (w_i - \theta_i)`.
-
-    Args:
-        local: ``w_i``, any shape, NumPy or torch.
-        theta: ``theta_i``, same shape.
-        eta: Step.
-        lam: ``lambda``.
-
-    Returns:
-        The moved copy, a new array.
+    r"""Move the local copy towards the personal model, :math:`w_i - \eta\lambda (w_i - \theta_i)`; NumPy or torch, any shape.
 
     References:
         arXiv 2006.08848, Algorithm 1, line 8.
@@ -130,19 +118,13 @@ def local_step(local: Tensor, theta: Tensor, eta: float, lam: float) -> Tensor:
 def server_step(model: Tensor, mean_local: Tensor, beta: float) -> Tensor:
     r"""Mix the mean of the local copies into the global model, :math:`(1-\beta)\,w + \beta\,\bar w`.
 
-    Args:
-        model: ``w``, any shape.
-        mean_local: Mean of the ``w_i`` of the round, same shape.
-        beta: Mixing rate, above 0; 1 is plain averaging. Above 1 it extrapolates, as in the paper's experiments.
-
-    Returns:
-        The new global model.
-
-    Raises:
-        SettingsError: ``beta`` is not above 0.
+    ``beta > 0``; 1 is plain averaging. Above 1 it extrapolates, as in the paper's experiments.
 
     References:
         arXiv 2006.08848, Algorithm 1, line 11.
+
+    Raises:
+        SettingsError: ``beta`` is not above 0.
     """
     if not beta > 0:
         raise SettingsError(

@@ -83,17 +83,11 @@ class Proximal:
 
 
 def descend(objectives: Iterable[Objective], start: Vector, eta: float) -> Vector:
-    r"""Take one gradient step on each objective in turn.
+    r"""Take one gradient step on each objective in turn; ``start`` ``(d,)`` is not modified.
 
     .. math:: v \leftarrow v - \eta\, \nabla f_k(v), \quad k = 0, \dots, K-1
 
-    Args:
-        objectives: ``K`` objectives: the same one ``K`` times for full-batch descent, one a mini-batch otherwise.
-        start: ``(d,)``; not modified.
-        eta: Step size.
-
-    Returns:
-        The model after the last step, ``(d,)``, a new array.
+    The same objective ``K`` times is full-batch descent, one a mini-batch is stochastic descent.
     """
     theta = np.array(start, dtype=np.float64)
     for objective in objectives:
@@ -102,48 +96,26 @@ def descend(objectives: Iterable[Objective], start: Vector, eta: float) -> Vecto
 
 
 def pulled_step(lr: float, lambda_: float, personal_lr: float = 0.0) -> float:
-    r"""Give the step on a loss with a pull, :math:`\eta = 1/(1/\text{lr} + \lambda)`.
+    r"""Give the step on a loss with a pull, :math:`\eta = 1/(1/\text{lr} + \lambda)`; a ``personal_lr`` is taken as it is.
 
-    With ``lr = 1/L`` it is the theory's ``1/(L + lambda)``: one learning rate fits every pull. A step of it is an implicit
-    step on the pull, :math:`(\theta - \text{lr}\, g + \text{lr} \lambda w) / (1 + \text{lr} \lambda)`.
-
-    Args:
-        lr: Step on the loss alone.
-        lambda_: The pull.
-        personal_lr: A step of the user's own, taken as it is; 0 for none.
-
-    References:
-        arXiv 2410.08934, condition ``eta <= 1/(L + lambda)``.
+    With ``lr = 1/L`` it is the theory's ``1/(L + lambda)`` (arXiv 2410.08934): one learning rate fits every pull. A step of
+    it is an implicit step on the pull, :math:`(\theta - \text{lr}\, g + \text{lr} \lambda w) / (1 + \text{lr} \lambda)`.
     """
     return personal_lr or 1.0 / (1.0 / lr + lambda_)
 
 
 def safe_step(L: float, lam: float) -> float:
-    r"""Give the theory's step on the proximal objective, :math:`\eta = 1/(L + \lambda)`.
+    r"""Give the theory's step on the proximal objective, :math:`\eta = 1/(L + \lambda)` (arXiv 2410.08934).
 
-    Args:
-        L: Greatest curvature of ``L_i``, above 0.
-        lam: ``lambda``.
-
-    Returns:
-        The step size; twice as much is where descent stops being stable.
-
-    References:
-        arXiv 2410.08934, condition ``eta <= 1/(L + lambda)``.
+    Twice as much is where descent stops being stable.
     """
     return 1.0 / (L + lam)
 
 
 def step_warning(eta: float, L: float, lam: float) -> str | None:
-    """Say what is wrong with a local step size.
+    """Say what is wrong with a local step size, with the bound that is passed; None if the theory covers it.
 
-    Args:
-        eta: Step size in use.
-        L: Greatest curvature of ``L_i``, known or estimated.
-        lam: ``lambda``.
-
-    Returns:
-        A sentence with the bound that is passed, or None if the theory covers ``eta``.
+    ``L`` is the greatest curvature of ``L_i``, known or estimated.
     """
     bound = safe_step(L, lam)
     if eta <= bound * (1 + 1e-9):
@@ -155,14 +127,7 @@ def step_warning(eta: float, L: float, lam: float) -> str | None:
 
 
 def unstable_step(limit: float) -> str:
-    """Say that a step is beyond where descent on a loss with a pull is stable, as it is told of a client's first round.
-
-    Args:
-        limit: ``2/(L + lambda)``.
-
-    Returns:
-        A sentence.
-    """
+    """Say, as it is told of a client's first round, that a step is beyond ``2/(L + lambda)``, below which descent is stable."""
     return (
         f"the step of the personal model is unstable: it is not below 2/(L + lambda) = {limit:g}, with L of the client's loss"
         " at its first round; lower lr or personal-lr"
@@ -201,32 +166,17 @@ def curvature_by_differences(gradient: Callable[[Vector], Vector], theta: Vector
 
 
 def curvature_range(objective: Objective, theta: Vector) -> tuple[float, float]:
-    """Compute the least and the greatest curvature of an objective at a point.
+    """Compute the least and the greatest curvature ``(mu, L)`` of an objective at a point: extreme eigenvalues of its Hessian.
 
     For quadratics the point does not matter. The Hessian of logistic regression is greatest at 0, so ``theta = 0`` gives
     a bound ``L`` for every point there.
-
-    Args:
-        objective: The objective.
-        theta: The point, ``(d,)``.
-
-    Returns:
-        ``(mu, L)``: the extreme eigenvalues of the Hessian.
     """
     eigenvalues = np.linalg.eigvalsh(objective.hessian(theta))
     return float(eigenvalues[0]), float(eigenvalues[-1])
 
 
 def check_lambda(lam: float, *, positive: bool = False) -> None:
-    """Refuse a pull that no method can use.
-
-    Args:
-        lam: ``lambda``.
-        positive: Whether 0, which is LocalTrain, is refused too.
-
-    Raises:
-        SettingsError: ``lam`` is not a finite number in range.
-    """
+    """Refuse a pull that is not finite or negative, or, where it must be positive, 0, which is LocalTrain."""
     if not np.isfinite(lam) or lam < 0 or (positive and lam == 0):
         raise SettingsError(
             "lambda",

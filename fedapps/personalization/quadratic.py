@@ -52,15 +52,7 @@ class JointMinimiser:
 
 
 def least_squares(X: Matrix, y: Vector) -> Quadratic:
-    r"""Build the client of a linear regression, :math:`L(v) = |Xv - y|^2/(2n)`.
-
-    Args:
-        X: Inputs, ``(n, d)``.
-        y: Targets, ``(n,)``.
-
-    Returns:
-        The objective.
-    """
+    """Build the client of a linear regression, :math:`L(v) = |Xv - y|^2/(2n)`, ``X`` ``(n, d)``, ``y`` ``(n,)``."""
     n = len(y)
     return Quadratic(X.T @ X / n, X.T @ y / n, float(y @ y) / (2 * n))
 
@@ -87,18 +79,9 @@ def random_quadratics(num_clients: int, dimension: int, *, mu: float, L: float, 
 
 
 def joint_minimiser(clients: Sequence[Quadratic], weights: Vector, lam: float) -> JointMinimiser:
-    """Solve the personalised problem of quadratic clients in closed form.
+    """Solve the personalised problem of ``N`` quadratic clients in closed form.
 
-    Args:
-        clients: ``N`` quadratics with ``A_i + lambda I`` positive definite.
-        weights: ``p_i``, ``(N,)``, summing to 1.
-        lam: ``lambda > 0``.
-
-    Returns:
-        Global and personal models.
-
-    Raises:
-        SettingsError: ``lam`` is not above 0.
+    Every ``A_i + lambda I`` must be positive definite, ``lambda > 0``, and the weights ``p_i`` sum to 1.
 
     References:
         arXiv 2410.08934, stationarity of its problem (1).
@@ -110,27 +93,12 @@ def joint_minimiser(clients: Sequence[Quadratic], weights: Vector, lam: float) -
 
 
 def local_minimisers(clients: Sequence[Quadratic]) -> Matrix:
-    """Solve every client's own problem: LocalTrain, the limit of small ``lambda``.
-
-    Args:
-        clients: ``N`` quadratics with positive definite ``A_i``.
-
-    Returns:
-        ``(N, d)``.
-    """
+    """Solve every client's own problem, ``(N, d)``; ``A_i`` positive definite: LocalTrain, the limit of small ``lambda``."""
     return np.stack([np.linalg.solve(client.A, client.b) for client in clients])
 
 
 def global_minimiser(clients: Sequence[Quadratic], weights: Vector) -> Vector:
-    """Solve the pooled problem: GlobalTrain, the limit of large ``lambda``.
-
-    Args:
-        clients: ``N`` quadratics with positive definite ``sum p_i A_i``.
-        weights: ``p_i``, ``(N,)``.
-
-    Returns:
-        ``(d,)``.
-    """
+    """Solve the pooled problem, ``(d,)``, for positive definite ``sum p_i A_i``: GlobalTrain, the limit of large ``lambda``."""
     A = sum(p * client.A for p, client in zip(weights, clients, strict=True))
     b = sum(p * client.b for p, client in zip(weights, clients, strict=True))
     return np.asarray(np.linalg.solve(np.asarray(A), np.asarray(b)), dtype=np.float64)
@@ -145,18 +113,10 @@ def newton_joint_minimiser(
     tolerance: float = 1e-10,
     max_steps: int = 50,
 ) -> JointMinimiser:
-    """Solve the personalised problem of smooth convex clients by Newton's method with step halving.
+    """Solve the personalised problem of ``N`` smooth convex clients by Newton's method with step halving.
 
-    Args:
-        objectives: ``N`` convex objectives.
-        weights: ``p_i``, ``(N,)``.
-        lam: ``lambda > 0``.
-        start: Models to start from.
-        tolerance: The solution's last step is shorter than this, in the norm of all models together.
-        max_steps: Newton steps allowed.
-
-    Returns:
-        Global and personal models.
+    The solution's last step is shorter than ``tolerance``, in the norm of all models together; without such a step within
+    ``max_steps`` it is a FedAppsError.
 
     Raises:
         SettingsError: ``lam`` is not above 0.

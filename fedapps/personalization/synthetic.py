@@ -83,11 +83,7 @@ class SyntheticProblem:
     config: SyntheticConfig  # what it was drawn from
 
     def objectives(self) -> list[Objective]:
-        """Build the clients' losses.
-
-        Returns:
-            ``m`` objectives: `fedapps.personalization.quadratic.Quadratic` or `Logistic`.
-        """
+        """Build the losses of the ``m`` clients: `fedapps.personalization.quadratic.Quadratic` or `Logistic`."""
         if self.config.regression is Regression.LINEAR:
             return [least_squares(X, y) for X, y in zip(self.X, self.y, strict=True)]
         return [Logistic(X, y, self.config.regularisation) for X, y in zip(self.X, self.y, strict=True)]
@@ -122,14 +118,7 @@ class Logistic:
 
 
 def draw_problem(config: SyntheticConfig) -> SyntheticProblem:
-    """Draw a problem.
-
-    Args:
-        config: Sizes, heterogeneity, noise and seed.
-
-    Returns:
-        The problem, the same for the same config.
-    """
+    """Draw a problem, the same for the same config."""
     random = np.random.default_rng(config.seed)
     m, n, d = config.num_clients, config.num_examples, config.dimension
     center = config.norm * _unit(random.standard_normal(d))
@@ -144,15 +133,7 @@ def draw_problem(config: SyntheticConfig) -> SyntheticProblem:
 
 
 def statistical_error(models: Matrix, truth: Matrix) -> float:
-    r"""Compute the mean over clients of :math:`|w_i - w_i^*|^2`.
-
-    Args:
-        models: ``(m, d)``, or ``(d,)`` for one model that all clients share.
-        truth: ``w_i*``, ``(m, d)``.
-
-    Returns:
-        The error, in squared units of the parameters.
-    """
+    """Compute the mean over clients of :math:`|w_i - w_i^*|^2`; ``models`` ``(m, d)``, or ``(d,)`` if all clients share one."""
     return float(np.mean(np.sum((models - truth) ** 2, axis=1)))
 
 

@@ -57,17 +57,6 @@ def personal_error(lam: float, R2: float, s2: float, d: int, n: float, m: int) -
     Derivation: ``A_i = I`` gives ``w_i = (v_i + lambda w)/(1 + lambda)`` and ``w = mean v_i``, with independent local
     errors of mean square ``s2 d / n`` and offsets of mean square ``R2``. It is Theorem 1 with its constants for this case:
     between `local_error` and (but for ``R2/m``) `global_error`, least near ``lambda = s2 d / (n R2)``.
-
-    Args:
-        lam: ``lambda``.
-        R2: ``R^2``.
-        s2: Noise variance.
-        d: Dimension.
-        n: Examples a client.
-        m: Clients.
-
-    Returns:
-        The mean of ``|w_i - w_i*|^2``.
     """
     noise = local_error(s2, d, n) * (1 + (2 * lam + lam**2) / m)
     return (noise + lam**2 * R2 * (1 - 1 / m)) / (1 + lam) ** 2
@@ -84,17 +73,9 @@ def envelope_convexity(mu: float, lam: float) -> float:
 
 
 def outer_curvature(hessians: Sequence[Matrix], weights: Vector, lam: float) -> tuple[float, float]:
-    r"""Compute the range of curvature that the server descends on, for quadratics.
+    r"""Compute the range ``(mu_F, L_F)`` of curvature that the server descends on, for quadratics with ``A_i`` ``(d, d)``.
 
     .. math:: \text{eigenvalues of } \sum_i p_i\, \lambda A_i (A_i + \lambda I)^{-1}
-
-    Args:
-        hessians: ``A_i``, each ``(d, d)``.
-        weights: ``p_i``.
-        lam: ``lambda > 0``.
-
-    Returns:
-        ``(mu_F, L_F)``.
     """
     d = len(hessians[0])
     # lambda A (A + lambda I)^-1, symmetric since both factors share their eigenvectors.
@@ -115,12 +96,7 @@ def contraction(gamma: float, mu_F: float) -> float:
 def num_rounds(eps: float, factor: float) -> float:
     r"""Give the rounds to shrink a distance to the share ``eps``, :math:`\log(1/\epsilon) / -\log(\text{factor})`.
 
-    Args:
-        eps: Final over initial distance, in (0, 1).
-        factor: Contraction a round; 0 or less is solved at once.
-
-    Returns:
-        Rounds, at least 1; infinite for a factor of 1 or more.
+    At least 1; infinite for a contraction ``factor`` of 1 or more, and 1 for 0 or less, which is solved at once.
 
     Raises:
         SettingsError: ``eps`` is not in (0, 1).
@@ -136,32 +112,17 @@ def num_rounds_bound(eps: float, lam: float, mu: float, L: float, gamma: float |
     r"""Bound the rounds with exact local solutions, :math:`O(\kappa \frac{\lambda+\mu}{\lambda+L} \log \frac1\epsilon)`.
 
     The worst case puts every client's least curvature in one direction, ``mu_F = lambda mu / (lambda + mu)``. With the
-    theory's ``gamma`` the bound grows with ``lambda`` up to ``kappa log(1/eps)``; with ``gamma = 1/lambda`` it grows as
-    ``(lambda + mu)/mu`` without end.
-
-    Args:
-        eps: Final over initial distance.
-        lam: ``lambda``.
-        mu: Least curvature over the clients.
-        L: Greatest curvature over the clients.
-        gamma: Server step; None for the theory's ``1/lambda + 1/L``.
+    theory's ``gamma``, ``1/lambda + 1/L``, which None stands for, the bound grows with ``lambda`` up to
+    ``kappa log(1/eps)``; with ``gamma = 1/lambda`` it grows as ``(lambda + mu)/mu`` without end.
     """
     step = 1 / envelope_smoothness(L, lam) if gamma is None else gamma
     return num_rounds(eps, contraction(step, envelope_convexity(mu, lam)))
 
 
 def num_local_steps(lam: float, mu: float, L: float) -> int:
-    r"""Give the local steps with which total work hardly depends on ``lambda``.
+    r"""Give the local steps, at least 1, with which total work hardly depends on ``lambda``.
 
     .. math:: K = \Big\lceil \frac{L + \lambda}{\mu + \lambda} \Big\rceil
-
-    Args:
-        lam: ``lambda``.
-        mu: Least curvature over the clients, at least 0.
-        L: Greatest curvature over the clients.
-
-    Returns:
-        ``K``, at least 1.
     """
     # A quotient that rounding left just above an integer is that integer.
     return max(1, math.ceil((L + lam) / (mu + lam) - 1e-9))

@@ -24,14 +24,7 @@ Anchor = Mapping[str, Tensor]
 
 
 def take_anchor(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Copy the trainable parameters that a model is to be pulled to.
-
-    Args:
-        model: The model, with the values of the anchor.
-        names: The personal parameters; None for all trainable ones.
-
-    Returns:
-        Name -> detached copy.
+    """Copy the parameters that a model is to be pulled to, by name, detached: those that are named, or all trainable ones.
 
     Raises:
         TaskError: A name is not a trainable parameter.
@@ -45,15 +38,11 @@ def take_anchor(model: nn.Module, names: Sequence[str] | None = None) -> dict[st
 
 
 def add_proximal_gradient(model: nn.Module, anchor: Anchor, lam: float) -> None:
-    r"""Add :math:`\lambda (p - p_\text{anchor})` to the gradient of each anchored parameter, in place.
+    r"""Add :math:`\lambda (p - p_\text{anchor})` to the gradient of each anchored parameter, in place, after a backward pass.
 
-    Args:
-        model: The model, after a backward pass; a parameter without a gradient gets one.
-        anchor: What `take_anchor` gave; parameters that it leaves out are shared, and keep their gradient.
-        lam: ``lambda >= 0``.
+    A parameter without a gradient gets one. Parameters that the anchor leaves out are shared, and keep their gradient.
 
     Raises:
-        SettingsError: ``lam`` is negative or not finite.
         FedAppsError: An anchor is the model's own tensor, which would make the pull always zero.
         TaskError: An anchor has no parameter of its name and shape.
     """
@@ -69,16 +58,7 @@ def add_proximal_gradient(model: nn.Module, anchor: Anchor, lam: float) -> None:
 
 
 def proximal_penalty(model: nn.Module, anchor: Anchor, lam: float) -> float:
-    r"""Compute :math:`\frac{\lambda}{2}\sum |p - p_\text{anchor}|^2`, in float64, for reports.
-
-    Args:
-        model: The model.
-        anchor: What `take_anchor` gave.
-        lam: ``lambda``.
-
-    Returns:
-        The value.
-    """
+    r"""Compute :math:`\frac{\lambda}{2}\sum |p - p_\text{anchor}|^2`, in float64, for reports."""
     parameters = dict(model.named_parameters())
     squares = (
         (parameters[name].detach().double() - fixed.double()).square().sum().item() for name, fixed in anchor.items()
@@ -101,9 +81,6 @@ def largest_curvature(
         parameters: The trainable (personal) parameters.
         num_iterations: Hessian-vector products, at least 1; each costs about two backward passes.
         seed: Seed of the first vector; torch's global generator is left alone.
-
-    Returns:
-        The estimate; 0 if the loss has no curvature.
 
     Raises:
         TaskError: A product is not finite.

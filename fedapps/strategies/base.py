@@ -422,8 +422,7 @@ class RoundStrategy(Strategy):
             return
         if message.has_error():
             self.rounds.receive(partition, None, self._reason_of(message, partition))
-        # What would be sent again is the message of the round's start, which answers no follow-up.
-        elif self.rounds.is_follow_up or not self._asked_again(phase, partition, message.content):
+        elif not self._asked_again(phase, partition, message.content):
             self.receive(partition, message.content, phase.model)
 
     def receive(self, partition: int, content: RecordDict, model: Arrays) -> None:
@@ -458,7 +457,7 @@ class RoundStrategy(Strategy):
             )
 
     def _asked_again(self, phase: _Phase, partition: int, content: RecordDict) -> bool:
-        """Tell whether a client is to get its message again; each is, once a phase, but not that of a follow-up."""
+        """Tell whether a client is to get its message again: once a phase, and that of the round's start only."""
         done = partition in phase.asked_again or self.rounds.is_follow_up
         lacks = "" if done else self.asks_again(partition, content)
         if lacks:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from fedapps.defences import update_norm
 from fedapps.errors import MessageError, SettingsError
 from fedapps.messages.scalars import JOURNAL, SCALARS, JournalPart, fingerprint_of, need_of, read_scalars
-from fedapps.messages.schema import ARRAYS, REBUILT, Arrays, Records, Reply, unpack_arrays
+from fedapps.messages.schema import ARRAYS, REBUILT, Announced, Arrays, Records, Reply, unpack_arrays
 from fedapps.methods.zeroth_order import DeComFLSettings, HiSoSettings, scheme_of
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RoundStrategy, RunFiles
@@ -191,6 +191,11 @@ class HiSo(RoundStrategy):
         base = self._opened().journal.header.base.fingerprint
         sent = JournalPart(part, base, part.through * self.tau, self.own.mu_of(part.through + 1), confirm)
         return {ARRAYS: {}, JOURNAL: sent.to_entries()}
+
+    @override
+    def announced(self, model: Arrays) -> Announced:
+        """Announce that no tensor comes back."""
+        return {ARRAYS: {}}
 
     @override
     def asks_again(self, partition: int, content: RecordDict) -> str:

@@ -154,9 +154,6 @@ _loaded: OrderedDict[tuple[type[Task], str], Task] = OrderedDict()
 def task_kind(name: str) -> TaskKind:
     """Tell the kind of a task; for a built-in one without importing it.
 
-    Args:
-        name: A name, or ``my_pkg.my_mod:MyTask``.
-
     Raises:
         TaskError: There is no such task.
     """
@@ -164,26 +161,12 @@ def task_kind(name: str) -> TaskKind:
 
 
 def task_group(name: str) -> str:
-    """Tell which tasks a task shares tuned settings with.
-
-    Args:
-        name: A name, or ``my_pkg.my_mod:MyTask``.
-
-    Returns:
-        Their group; ``""`` if there is none.
-    """
+    """Tell the group of a task, with which it shares tuned settings; ``""`` if there is none."""
     return next((row.group for row in TASKS if row.name == name), "")
 
 
 def task_class(name: str) -> type[Task]:
-    """Import the class of a task.
-
-    Args:
-        name: A name, or ``my_pkg.my_mod:MyTask``.
-
-    Raises:
-        TaskError: There is no such task, it cannot be imported, or it is not a complete subclass of `Task`.
-    """
+    """Import the class of a task, by its name or as ``my_pkg.my_mod:MyTask``; it must be a complete subclass of `Task`."""
     row = next((row for row in TASKS if row.name == name), None)
     if row is None and ":" not in name:
         known = [row.name for row in TASKS]
@@ -207,10 +190,6 @@ def task_class(name: str) -> type[Task]:
 
 def load_task(name: str, config: TaskConfig) -> Task:
     """Load a task; asked again in the same process for the same, give the same object, so that data is read once.
-
-    Args:
-        name: A name, or ``my_pkg.my_mod:MyTask`` for one of one's own.
-        config: What the settings say about the task.
 
     Raises:
         TaskError: There is no such task, it cannot be imported, or an option is wrong.

@@ -125,23 +125,12 @@ class Data:
         return len(self.targets)
 
     def take(self, indices: Indices) -> Data:
-        """Copy some of the examples.
-
-        Args:
-            indices: Their positions.
-
-        Returns:
-            The examples, in the order of ``indices``.
-        """
+        """Copy some of the examples, in the order of ``indices``."""
         columns = {name: values[indices] for name, values in self.columns.items()}
         return Data(self.inputs[indices], self.targets[indices], columns)
 
     def sha256(self) -> str:
-        """Give a checksum of all values, dtypes and shapes.
-
-        Returns:
-            64 hexadecimal digits.
-        """
+        """Give a checksum of all values, dtypes and shapes, 64 hexadecimal digits."""
         inputs: Any = self.inputs
         sparse = not isinstance(inputs, np.ndarray)
         parts = [inputs.indptr, inputs.indices, inputs.data] if sparse else [inputs]
@@ -232,42 +221,21 @@ class Task(ABC):
 
     @abstractmethod
     def load(self) -> tuple[Data, Data]:
-        """Read the data.
-
-        Returns:
-            The training pool (at least one example) and the test set (may be empty, ``train.take([])``).
-        """
+        """Read the training pool (at least one example) and the test set (may be empty, ``train.take([])``)."""
 
     @abstractmethod
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
-        """Give the model that training starts from.
-
-        Args:
-            seed: Seed of the random initialisation.
-
-        Returns:
-            Name -> array of what travels.
-        """
+        """Give what travels of the model that training starts from, by name; ``seed`` is that of the random initialisation."""
 
     def trainable_names(self) -> list[str]:
-        """List the trainable tensors.
-
-        Returns:
-            Names in the order of `initial_arrays`, without buffers.
-        """
+        """List the trainable tensors in the order of `initial_arrays`, without buffers."""
         return list(self.initial_arrays(self.config.seed))
 
     @abstractmethod
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
-        """Measure a model.
+        """Measure a model: ``loss`` and metrics, means over the examples; nothing if there are no examples.
 
-        Args:
-            arrays: The model, with the names of `initial_arrays`.
-            data: Examples.
-            device: Where to compute; only models of torch can leave the CPU.
-
-        Returns:
-            ``loss`` and metrics, means over the examples; nothing if there are no examples.
+        ``arrays`` has the names of `initial_arrays`; only models of torch can leave the CPU.
         """
 
     @property
@@ -279,23 +247,12 @@ class Task(ABC):
     def places(self, name: str) -> list[Path]:
         """Tell where a file or folder that an option names is looked for; such options are declared with ``path=True``.
 
-        Args:
-            name: Value of the option.
-
-        Returns:
-            Paths, without the ending of a compression; by default as seen from the working folder.
+        Without the ending of a compression; by default as seen from the working folder.
         """
         return [Path(name).expanduser()]
 
     def client_data(self, partition: int, num_partitions: int) -> ClientData:
-        """Give the data of one client.
-
-        Args:
-            partition: Partition id of the client, from 0.
-            num_partitions: Number of clients that the training pool is split among.
-
-        Returns:
-            The client's examples, the same on every call and in every process.
+        """Give the data of the client with a partition id from 0, the same on every call and in every process.
 
         Raises:
             TaskError: The partition id is out of range, or the data cannot be split so.
@@ -316,31 +273,16 @@ class Task(ABC):
         return ClientData(mine.take(rest[train]), mine.take(rest[validation]), mine.take(test))
 
     def server_data(self) -> ServerData:
-        """Give the data of the server.
-
-        Returns:
-            Validation examples and the test set.
-        """
+        """Give the data of the server: validation examples and the test set."""
         return ServerData(self._pool_and_validation[1], self._loaded[1])
 
     def checksums(self) -> dict[str, str]:
-        """Identify the data, for the record of a run.
-
-        Returns:
-            What -> SHA-256, 64 hexadecimal digits.
-        """
+        """Identify the data, for the record of a run: what -> SHA-256, 64 hexadecimal digits."""
         train, test = self._loaded
         return {"train": train.sha256(), "test": test.sha256()}
 
     def summary(self, num_partitions: int) -> str:
-        """Describe who got what.
-
-        Args:
-            num_partitions: Number of clients.
-
-        Returns:
-            A few lines of text with a table.
-        """
+        """Describe who of so many clients got what, in a few lines of text with a table."""
         server = self.server_data()
         head = (
             f"task {self.name}: {len(self._pool)} training examples over {num_partitions} clients"

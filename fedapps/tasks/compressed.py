@@ -24,13 +24,6 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 def find_compressed(places: Iterable[Path]) -> Path | None:
-    """Find the first file that is there, plain or compressed.
-
-    Args:
-        places: Paths without the ending of a compression, in the order of preference.
-
-    Returns:
-        The file, or None.
-    """
+    """Find the first file that is there, plain or compressed, if any; ``places`` are without the ending of a compression."""
     candidates = (place.with_name(place.name + suffix) for place in places for suffix in SUFFIXES)
     return next((candidate for candidate in candidates if candidate.is_file()), None)

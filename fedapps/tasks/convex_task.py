@@ -31,10 +31,6 @@ class ConvexTask(Task):
     The objective of ``n`` examples is :math:`\frac1n \sum_j \log(1 + e^{-y_j x_j'\theta})
     + \frac{\lambda}{2} |\theta|^2` with the option ``regularisation`` as lambda, and training starts from zero.
 
-    Args:
-        config: What the settings say about the task.
-        name: Name by which the task was asked for.
-
     Raises:
         TaskError: An option is wrong.
     """
@@ -47,13 +43,7 @@ class ConvexTask(Task):
         regularisation: float = setting(1e-3, "weight of the L2 penalty", ge=0)
 
     def objective(self, data: Data) -> Objective:
-        """Give the regularised objective of some examples.
-
-        Args:
-            data: The examples, at least one.
-
-        Returns:
-            The objective, with value, gradient and Hessian.
+        """Give the regularised objective, with value, gradient and Hessian, of at least one example with target -1 or +1.
 
         Raises:
             TaskError: A target is neither -1 nor +1.
@@ -77,9 +67,6 @@ class ConvexTask(Task):
             v: The fit ``(d,)``: minimiser of the objective with the pull ``lambda/2 |v - received|^2``.
             received: ``(d,)``.
             lam: ``lambda``.
-
-        Returns:
-            How far the fit is from ``received``, and how uncertain.
         """
         X = data.inputs if isinstance(data.inputs, np.ndarray) else data.inputs.toarray()
         slopes = -data.targets * expit(-data.targets * (X @ v))
@@ -88,26 +75,17 @@ class ConvexTask(Task):
 
     @override
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
-        """Give the zero vector.
-
-        Returns:
-            ``{"weights": zeros}``, shape ``(d,)`` float64.
-        """
+        """Give the zero vector, ``(d,)`` float64."""
         return {WEIGHTS: np.zeros(self._pool.inputs.shape[1])}
 
     @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
-        """Measure a weight vector.
+        """Measure a weight vector: ``loss``, the objective with its penalty, and ``accuracy``; nothing without examples.
 
-        Returns:
-            ``loss``, the objective with its penalty, and ``accuracy``, the share of examples on whose side of zero
-            (zero counts as +1) ``x'theta`` lies; nothing if there are no examples.
+        The latter is the share of examples on whose side of zero (zero counts as +1) ``x'theta`` lies.
         """
         if len(data) == 0:
             return {}
         theta = arrays[WEIGHTS]
         predicted = np.where(data.inputs @ theta >= 0, 1, -1)
-        return {
-            "loss": float(self.objective(data).loss(theta)),
-            "accuracy": float(np.mean(predicted == data.targets)),
-        }
+        return {"loss": float(self.objective(data).loss(theta)), "accuracy": float(np.mean(predicted == data.targets))}

@@ -27,11 +27,7 @@ class DigitsTask(TorchTask):
 
     @override
     def load(self) -> tuple[Data, Data]:
-        """Read the images that scikit-learn bundles.
-
-        Returns:
-            Training pool and test set; inputs ``(n, 1, 8, 8)`` float32 in [0, 1], targets ``(n,)`` int64.
-        """
+        """Read the images that scikit-learn bundles: inputs ``(n, 1, 8, 8)`` float32 in [0, 1], targets ``(n,)`` int64."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
@@ -48,11 +44,7 @@ class DigitsTask(TorchTask):
 
     @override
     def build_model(self) -> torch.nn.Module:
-        """Build a CNN with two convolutions and two linear layers, all with bias.
-
-        Returns:
-            A model of 19,578 parameters from ``(n, 1, 8, 8)`` to ``(n, 10)``.
-        """
+        """Build a CNN, two convolutions and two linear layers with bias: 19,578 parameters, ``(n, 1, 8, 8)`` to ``(n, 10)``."""
         return torch.nn.Sequential(
             torch.nn.Conv2d(1, 16, kernel_size=3, padding=1),
             torch.nn.ReLU(),
@@ -71,14 +63,7 @@ class DigitsMlpTask(DigitsTask):
 
     @override
     def build_model(self) -> torch.nn.Module:
-        """Build a perceptron with one hidden layer.
-
-        Returns:
-            A model of 2,410 parameters from ``(n, 1, 8, 8)`` to ``(n, 10)``.
-        """
+        """Build a perceptron with one hidden layer: 2,410 parameters, ``(n, 1, 8, 8)`` to ``(n, 10)``."""
         return torch.nn.Sequential(
-            torch.nn.Flatten(),
-            torch.nn.Linear(64, 32),
-            torch.nn.ReLU(),
-            torch.nn.Linear(32, 10),
+            torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
         )

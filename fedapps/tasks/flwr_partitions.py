@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 
 
 def iid_parts(num_examples: int, num_partitions: int, generator: np.random.Generator) -> list[Indices]:
-    """Shuffle the examples and cut them into parts whose sizes differ by at most one.
-
-    Args:
-        num_examples: Number of examples, at least ``num_partitions``.
-        num_partitions: Number of clients.
-        generator: Source of the shuffle.
-
-    Returns:
-        The indices of each client.
-    """
+    """Shuffle the examples and cut them into parts whose sizes differ by at most one."""
     # IidPartitioner cuts contiguous shards and leaves the shuffling to its caller.
     order = generator.permutation(num_examples)
     partitioner = _partitioners().IidPartitioner(num_partitions)
@@ -39,19 +30,7 @@ def iid_parts(num_examples: int, num_partitions: int, generator: np.random.Gener
 
 
 def column_parts(columns: Mapping[str, NDArray[Any]], num_partitions: int, column: str) -> list[Indices]:
-    """Give each value of a column, in ascending order, to one client.
-
-    Args:
-        columns: Name -> values of the examples, ``(n,)``.
-        num_partitions: Number of clients.
-        column: Name of the column.
-
-    Returns:
-        The indices of each client.
-
-    Raises:
-        TaskError: The column does not exist, or its values are not as many as the clients.
-    """
+    """Give each value of a column, in ascending order, to one client; there must be as many as clients."""
     if column not in columns:
         raise TaskError(
             f"partition by column '{column}'",
@@ -77,16 +56,7 @@ def class_parts(
 
     With k classes a partition, `PathologicalPartitioner` draws the classes at random and drops those that nobody drew.
     With one class a partition it takes the classes in turn (shard ``j`` has class ``j mod C``), so that none is lost;
-    which client gets which shards is then drawn here.
-
-    Args:
-        labels: Classes numbered 0, 1, ..., ``(n,)``.
-        num_partitions: Number of clients.
-        classes_per_client: Number ``k`` of classes of each client.
-        generator: Source of the draws.
-
-    Returns:
-        The indices of each client.
+    which client gets which shards is then drawn here. ``labels`` are classes numbered 0, 1, ..., ``(n,)``.
 
     Raises:
         TaskError: Some class would have no client, or has fewer examples than clients.

@@ -9,13 +9,7 @@ from fedapps.tasks import PartitionConfig, PartitionKind, Task, TaskConfig, load
 
 
 def load_task_of(settings: Settings) -> Task:
-    """Load the task that the settings name.
-
-    Args:
-        settings: The settings of the run.
-
-    Returns:
-        The task; asked again in the same process for the same, the same object.
+    """Load the task that the settings name; asked again in the same process for the same, give the same object.
 
     Raises:
         TaskError: There is no such task, or an option is wrong.

@@ -30,14 +30,7 @@ IDX_UBYTE = 8
 
 
 def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes.
-
-    Args:
-        path: The file.
-        num_dims: Number of dimensions that it must have.
-
-    Returns:
-        Its array, of ``num_dims`` dimensions.
+    """Read an IDX file of unsigned bytes with so many dimensions.
 
     Raises:
         TaskError: The file is damaged, not such a file, or of another length than its header says.
@@ -53,16 +46,7 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
 
 
 def read_idx_pair(images_path: Path, labels_path: Path, image: tuple[int, ...], num_classes: int) -> Data:
-    """Read images and their labels from two IDX files.
-
-    Args:
-        images_path: File of the images.
-        labels_path: File of the labels.
-        image: Shape of an image, ``(channels, height, width)``, with one channel.
-        num_classes: Number of classes; labels count from 0.
-
-    Returns:
-        Inputs ``(n, 1, height, width)`` uint8, targets ``(n,)`` int64.
+    """Read images of one channel and their labels from two IDX files; see `checked_images`.
 
     Raises:
         TaskError: A file is malformed, or the two do not fit.
@@ -72,15 +56,7 @@ def read_idx_pair(images_path: Path, labels_path: Path, image: tuple[int, ...], 
 
 
 def read_npz(path: Path, image: tuple[int, ...], num_classes: int) -> tuple[Data, Data]:
-    """Read an npz file with images whose last dimension is the channel.
-
-    Args:
-        path: The file.
-        image: Shape of an image, ``(channels, height, width)``.
-        num_classes: Number of classes; labels count from 0.
-
-    Returns:
-        Training and test part: inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64.
+    """Read training and test part from an npz file with images whose last dimension is the channel; see `checked_images`.
 
     Raises:
         TaskError: The file is malformed or lacks an array.
@@ -113,20 +89,17 @@ NPZ_NAMES = ("x_train", "y_train", "x_test", "y_test")
 def checked_images(
     images: NDArray[Any], labels: NDArray[Any], image: tuple[int, ...], num_classes: int, where: str
 ) -> Data:
-    """Check images and labels, and join them.
+    """Check images ``(n, channels, height, width)`` and labels ``(n,)``, counted from 0, and join them.
 
     Args:
-        images: ``(n, channels, height, width)``.
-        labels: ``(n,)``.
+        images: uint8.
+        labels: Integers.
         image: Shape that an image must have, ``(channels, height, width)``.
-        num_classes: Number of classes; labels count from 0.
+        num_classes: Number of classes.
         where: What they are, for the error message.
 
     Returns:
-        Inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64.
-
-    Raises:
-        TaskError: A shape, a dtype or a label is not what it must be.
+        Inputs uint8, targets int64.
     """
     if images.dtype != np.uint8 or images.shape[1:] != image:
         raise _wrong(where, f"uint8 images of shape {image}", f"{images.dtype} of shape {images.shape[1:]}")

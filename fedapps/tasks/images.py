@@ -42,10 +42,6 @@ CROP_PADDING = 4
 class ImageTask(TorchTask):
     """Classify small images; what the tasks of this module share.
 
-    Args:
-        config: What the settings say about the task.
-        name: Name by which the task was asked for.
-
     Raises:
         TaskError: An option is wrong.
     """
@@ -78,13 +74,7 @@ class ImageTask(TorchTask):
 
     @abstractmethod
     def read(self, files: Mapping[str, Path]) -> tuple[Data, Data]:
-        """Read the files of the data folder.
-
-        Args:
-            files: Each of `FILES` -> where it is.
-
-        Returns:
-            Training pool and test set.
+        """Read training pool and test set from the files of the data folder, each of `FILES` -> where it is.
 
         Raises:
             TaskError: A file is malformed.
@@ -92,22 +82,13 @@ class ImageTask(TorchTask):
 
     @override
     def load(self) -> tuple[Data, Data]:
-        """Read the images.
-
-        Returns:
-            Training pool and test set; inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64.
-        """
+        """Read the images: inputs ``(n, channels, height, width)`` uint8, targets ``(n,)`` int64."""
         train, test = self.read(self._files) if self._files else self._load_with_torchvision()
         return self._some_of(train), test
 
     @override
     def checksums(self) -> dict[str, str]:
-        """Identify the data, for the record of a run.
-
-        Returns:
-            Folder and name of a file, such as ``cifar10/cifar10_subset.npz.xz`` -> SHA-256 of its bytes; without such
-            files, as for any task.
-        """
+        """Identify the data: ``cifar10/cifar10_subset.npz.xz`` -> SHA-256 of its bytes; without such files, as for any task."""
         if not self._files:
             return super().checksums()
         return {
@@ -117,11 +98,7 @@ class ImageTask(TorchTask):
 
     @override
     def build_model(self) -> torch.nn.Module:
-        """Build the model that the option ``model`` names.
-
-        Returns:
-            A model from ``(n, channels, height, width)`` to ``(n, classes)``.
-        """
+        """Build the model that the option ``model`` names, from ``(n, channels, height, width)`` to ``(n, classes)``."""
         match self.options.model:
             case "logistic":
                 return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(prod(self.IMAGE), self.NUM_CLASSES))
@@ -132,11 +109,7 @@ class ImageTask(TorchTask):
 
     @override
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn pixels 0..255 into float32, less the mean and divided by the deviation of their channel.
-
-        Returns:
-            Inputs ``(n, channels, height, width)`` and targets ``(n,)``.
-        """
+        """Turn pixels 0..255 into float32, less the mean and divided by the deviation of their channel."""
         mean, deviation = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (self.MEAN, self.DEVIATION))
         pixels = torch.tensor(data.inputs, device=device).float()
         return (pixels / 255 - mean) / deviation, torch.tensor(data.targets, device=device)
@@ -213,12 +186,7 @@ class MnistTask(ImageTask):
         )
 
     FOLDER = "mnist"
-    FILES = (
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    )
+    FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
     DATASET = "MNIST"
     IMAGE = (1, 28, 28)
     NUM_CLASSES = 10
@@ -289,12 +257,7 @@ class Cifar100Task(Cifar10Task):
 def crop_and_flip(images: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
     """Cut each image at random from itself with a black border, and mirror half of them: the usual CIFAR augmentation.
 
-    Args:
-        images: ``(n, channels, height, width)``; left unchanged.
-        random: Where the draws come from.
-
-    Returns:
-        New images of the same shape and dtype.
+    Gives new images ``(n, channels, height, width)`` of the same dtype.
     """
     n, _, height, width = images.shape
     border = CROP_PADDING
@@ -308,11 +271,7 @@ def crop_and_flip(images: NDArray[Any], random: np.random.Generator) -> NDArray[
 
 
 def cache_folder() -> Path:
-    """Tell where torchvision downloads to.
-
-    Returns:
-        ``fedapps`` in ``XDG_CACHE_HOME``, else in ``~/.cache``.
-    """
+    """Tell where torchvision downloads to: ``fedapps`` in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedapps"
 
 
@@ -334,13 +293,6 @@ def simple_cnn(image: tuple[int, int, int], num_classes: int) -> nn.Sequential:
 
     Convolutions of 5 x 5 without padding, 6 and 16 channels, each with ReLU and 2 x 2 max pooling; linear layers of 120 and
     84 units with ReLU, and the output. 62,006 parameters for CIFAR-10, 44,426 for MNIST.
-
-    Args:
-        image: Shape of an image, ``(channels, height, width)``.
-        num_classes: Number of outputs.
-
-    Returns:
-        A model from ``(n, channels, height, width)`` to ``(n, num_classes)``.
 
     References:
         The FedPM paper (arXiv 2511.09100) says "simple CNN" for CIFAR-10 without widths, as far as our notes of it go. These
@@ -372,13 +324,7 @@ def resnet18_groupnorm(num_classes: int) -> nn.Module:
     """Build ResNet-18 for images of 32 x 32 pixels, with group in place of batch normalisation.
 
     Torchvision's ResNet-18 with a stem of one 3 x 3 convolution of stride 1 and without its max pooling. Group normalisation
-    keeps no statistics of a client's data, and does not depend on the batch.
-
-    Args:
-        num_classes: Number of outputs.
-
-    Returns:
-        A model from ``(n, 3, 32, 32)`` to ``(n, num_classes)``; 11,173,962 parameters with 10 classes.
+    keeps no statistics of a client's data, and does not depend on the batch. 11,173,962 parameters with 10 classes.
 
     References:
         He et al., CVPR 2016, arXiv 1512.03385, with the stem of its CIFAR models; group normalisation: Wu & He, ECCV 2018,

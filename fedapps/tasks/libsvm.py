@@ -45,11 +45,7 @@ class LibsvmTask(ConvexTask):
 
     @override
     def load(self) -> tuple[Data, Data]:
-        """Read the files.
-
-        Returns:
-            Training pool and test set (empty without a test file); inputs CSR ``(n, d)`` float64, targets -1 or +1.
-        """
+        """Read the files: inputs CSR ``(n, d)`` float64, targets -1 or +1; without a test file the test set is empty."""
         train_path, *test_paths = self._files.values()
         train = read_libsvm(train_path, self.options.num_features)
         classes = _two_classes(train[1], train_path)
@@ -69,11 +65,7 @@ class LibsvmTask(ConvexTask):
 
     @override
     def checksums(self) -> dict[str, str]:
-        """Identify the files, for the record of a run.
-
-        Returns:
-            Folder and name of a file, such as ``libsvm/a9a.gz`` -> SHA-256 of its bytes.
-        """
+        """Identify the files: folder and name, such as ``libsvm/a9a.gz`` -> SHA-256 of its bytes."""
         return {
             f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
             for path in self._files.values()
@@ -127,17 +119,9 @@ class W8aTask(LibsvmTask):
 
 
 def read_libsvm(path: Path, num_features: int = 0) -> tuple[csr_array, NDArray[np.float64]]:
-    """Read a LIBSVM file.
+    """Read a LIBSVM file: features, CSR ``(n, d)``, and labels as they are in the file, ``(n,)``, both float64.
 
-    Args:
-        path: The file.
-        num_features: Number ``d`` of features; 0 takes the largest index that occurs.
-
-    Returns:
-        Features, CSR of shape ``(n, d)``, and labels as they are in the file, ``(n,)``, both float64.
-
-    Raises:
-        TaskError: The file is damaged, malformed (with the line), empty, or scikit-learn is not installed.
+    ``num_features`` is ``d``; 0 takes the largest index that occurs. The error for a malformed file names the line.
     """
     load = _sklearn_reader()
     try:
@@ -155,15 +139,7 @@ def read_libsvm(path: Path, num_features: int = 0) -> tuple[csr_array, NDArray[n
 
 
 def line_of_row(path: Path, row: int) -> int:
-    """Find the line of an example.
-
-    Args:
-        path: The file.
-        row: Number of the example, from 0.
-
-    Returns:
-        Number of the line, from 1.
-    """
+    """Find the line, from 1, of an example, from 0."""
     return next(line for i, (line, _) in enumerate(_examples(path)) if i == row)
 
 

@@ -59,11 +59,7 @@ class PartitionConfig:
                 raise TaskError(f"partition, {name}", expected=expected, got=str(got))
 
     def describe(self) -> str:
-        """Name the split and what shapes it.
-
-        Returns:
-            For example ``"dirichlet, alpha 0.1, at least 1 example a client"``.
-        """
+        """Name the split and what shapes it, such as ``"dirichlet, alpha 0.1, at least 1 example(s) a client"``."""
         details = {
             PartitionKind.DIRICHLET: f", alpha {self.alpha:g}, at least {self.min_size} example(s) a client",
             PartitionKind.CLASSES: f", {self.classes_per_client} a client",
@@ -181,15 +177,7 @@ class PartitionRow:
 
 
 def partition_summary(targets: NDArray[Any], parts: Sequence[Indices]) -> list[PartitionRow]:
-    """Count who got what.
-
-    Args:
-        targets: Labels, ``(n,)``; for targets of another shape no classes are counted.
-        parts: For each partition id the indices of its examples.
-
-    Returns:
-        A row for each partition, in order.
-    """
+    """Count who got what, a row for each partition; for targets of another shape than ``(n,)`` no classes are counted."""
     rows = []
     for partition, part in enumerate(parts):
         counts: dict[str, int] = {}
@@ -201,15 +189,10 @@ def partition_summary(targets: NDArray[Any], parts: Sequence[Indices]) -> list[P
 
 
 def partition_table(rows: Sequence[PartitionRow], max_rows: int = 20) -> str:
-    """Draw the rows as a text table.
+    """Draw the rows as a text table, closed by the smallest, median and largest client.
 
-    Args:
-        rows: A row for each partition.
-        max_rows: Most clients to list; of more, the first ones are listed and the rest is counted.
-
-    Returns:
-        Lines with partition, examples and examples of each class (a dot for none), closed by the smallest, median and
-        largest client.
+    A line has partition, examples and examples of each class (a dot for none). Of more than ``max_rows`` clients the first ones
+    are listed and the rest is counted.
     """
     classes = sorted({label for row in rows for label in row.counts}, key=_numeric_first)
     wide = len(classes) > MAX_CLASS_COLUMNS

@@ -28,15 +28,9 @@ class Purpose(IntEnum):
 
 
 def stream(purpose: Purpose, seed: int, *identity: int) -> np.random.Generator:
-    """Open the random stream of a purpose, without touching any global generator.
+    """Open the random stream of a purpose, without touching any global generator: the same for the same arguments.
 
-    Args:
-        purpose: What is drawn.
-        seed: Seed of the task, >= 0.
-        *identity: Further non-negative integers that set streams apart, such as a partition id.
-
-    Returns:
-        A fresh generator, the same for the same arguments.
+    ``identity`` are further non-negative integers that set streams apart, such as a partition id.
     """
     return np.random.default_rng([int(purpose), seed, *identity])
 

@@ -73,11 +73,7 @@ class _SyntheticTask(ConvexTask):
 
     @override
     def load(self) -> tuple[Data, Data]:
-        """Draw the data.
-
-        Returns:
-            Training pool and test set; inputs ``(n, d)`` and targets ``(n,)`` float64, column ``client``.
-        """
+        """Draw the data: inputs ``(n, d)`` and targets ``(n,)`` float64, column ``client``."""
         n = self.options.examples
         return self._examples(slice(None, n)), self._examples(slice(n, None))
 
@@ -90,9 +86,7 @@ class _SyntheticTask(ConvexTask):
     def client_data(self, partition: int, num_partitions: int) -> ClientData:
         """Give the data of one client.
 
-        Returns:
-            Its examples; for testing, unless ``client-test-fraction`` cuts some from them, those of the test set that are
-            its own.
+        For testing, unless ``client-test-fraction`` cuts some from its examples, it has those of the test set that are its own.
         """
         mine = super().client_data(partition, num_partitions)
         if len(mine.test) or self.config.partition.kind is not PartitionKind.COLUMN:
@@ -103,11 +97,7 @@ class _SyntheticTask(ConvexTask):
 
     @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
-        """Measure a weight vector.
-
-        Returns:
-            What the base class gives, and ``statistical-error``; nothing if there are no examples.
-        """
+        """Measure a weight vector: what the base class gives, and ``statistical-error``; nothing if there are no examples."""
         metrics = super().evaluate(arrays, data)
         if metrics:
             truth = self.problem.truth[data.columns[CLIENT]]
@@ -138,20 +128,12 @@ class SyntheticLinearTask(_SyntheticTask):
 
     @override
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:
-        """Measure a fit as least squares can, with the residual variance.
-
-        Returns:
-            How far the fit is from ``received``, and how uncertain.
-        """
+        """Measure a fit as least squares can, with the residual variance."""
         return fit_of_least_squares(np.asarray(data.inputs), data.targets, v, received, lam)
 
     @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
-        """Measure a weight vector.
-
-        Returns:
-            ``loss`` and ``statistical-error``; nothing if there are no examples.
-        """
+        """Measure a weight vector: ``loss`` and ``statistical-error``; nothing if there are no examples."""
         metrics = super().evaluate(arrays, data)
         metrics.pop("accuracy", None)  # The side of zero on which a prediction lies means nothing here.
         return metrics

@@ -34,32 +34,18 @@ ARRAY_DTYPES = frozenset(
 
 
 def trainable_names(model: torch.nn.Module) -> list[str]:
-    """List the parameters that travel.
-
-    Returns:
-        Names of the trainable parameters, a tied one once.
-    """
+    """List the trainable parameters, which travel, a tied one once."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def buffer_names(model: torch.nn.Module) -> list[str]:
-    """List the buffers that travel.
-
-    Returns:
-        Names of the persistent buffers, a shared one once.
-    """
+    """List the persistent buffers, which travel, a shared one once."""
     persistent = model.state_dict(keep_vars=True)
     return [name for name, _ in model.named_buffers() if name in persistent]
 
 
 def module_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
-    """Copy what travels of a model.
-
-    Args:
-        model: The model, on any device.
-
-    Returns:
-        Name -> array of the tensor's shape and dtype: trainable parameters, then persistent buffers.
+    """Copy what travels of a model, on any device: name -> array of the tensor's shape and dtype.
 
     Raises:
         TaskError: A tensor has a dtype that NumPy lacks, such as float8; bfloat16 is allowed.
@@ -68,13 +54,9 @@ def module_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
 
 
 def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Copy arrays into a model, in place; nothing is changed if they do not fit.
+    """Copy arrays of `module_arrays` into a model, in place; nothing is changed if a name or a shape does not fit.
 
-    Tied parameters stay tied, and every tensor keeps its dtype and device.
-
-    Args:
-        model: The model.
-        arrays: What `module_arrays` gives for such a model; read-only arrays are fine.
+    Tied parameters stay tied, every tensor keeps its dtype and device, and read-only arrays are fine.
 
     Raises:
         TaskError: A name is missing or not known, or a shape differs.
@@ -95,12 +77,7 @@ def load_module_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]
 
 
 def array_tensor(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    """Copy an array that travelled into a tensor.
-
-    Args:
-        array: As `module_arrays` gives it; read-only arrays are fine.
-        like: A tensor with the dtype and on the device of the result.
-    """
+    """Copy an array that travelled, read-only too, into a tensor with the dtype and on the device of another."""
     # A copy, since torch cannot wrap read-only memory.
     values = torch.from_numpy(np.array(array))
     is_pattern = like.dtype == torch.bfloat16 and values.dtype == torch.uint16

@@ -65,10 +65,6 @@ EVALUATION_BATCH = 256
 class TorchTask(Task):
     """A task whose model is a torch module; see the module docstring for an example.
 
-    Args:
-        config: What the settings say about the task.
-        name: Name by which the task was asked for.
-
     Raises:
         TaskError: An option is wrong, or `loss` is overridden but not `metrics`.
     """
@@ -89,47 +85,23 @@ class TorchTask(Task):
 
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
-        """Build the model on the CPU; torch's generator is seeded around the call.
+        """Build a new model on the CPU; torch's generator is seeded around the call.
 
-        Returns:
-            A new model. Its trainable parameters and persistent buffers travel.
+        Its trainable parameters and persistent buffers travel.
         """
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the mean loss of outputs: cross-entropy, reduced in float32 or better.
-
-        Args:
-            outputs: What the model gives, ``(n, classes)``.
-            targets: Class numbers, ``(n,)``.
-
-        Returns:
-            A scalar, the mean over the examples.
-        """
+        """Compute the mean loss of outputs ``(n, classes)`` for classes ``(n,)``: cross-entropy in float32 or better."""
         return functional.cross_entropy(_at_least_float32(outputs), targets)
 
     def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the loss that training minimises.
-
-        Args:
-            model: The model, on the device of the tensors.
-            inputs: Inputs of a batch, ``(n, ...)``.
-            targets: Targets of the batch, ``(n, ...)``.
-
-        Returns:
-            A scalar, the mean over the examples.
-        """
+        """Compute the loss that training minimises: a scalar, the mean over the examples of a batch."""
         return self.criterion(model(inputs), targets)
 
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute what an evaluation reports, for one batch.
+        """Compute what an evaluation reports for one batch: ``loss`` and `Task.metric`, scalars, means over the examples.
 
-        Args:
-            model: The model in evaluation mode, on the device of the tensors.
-            inputs: Inputs of a batch, ``(n, ...)``.
-            targets: Targets of the batch, ``(n, ...)``.
-
-        Returns:
-            ``loss`` and `Task.metric`, scalars, means over the examples.
+        The model is in evaluation mode, on the device of the tensors.
         """
         outputs = model(inputs)
         hits = outputs.argmax(dim=1) == targets
@@ -141,9 +113,6 @@ class TorchTask(Task):
         Args:
             batch: The examples, before `tensors`; to be left unchanged.
             random: Where every draw must come from: seeded by seed, round and partition, equal in all engines.
-
-        Returns:
-            As many examples; the same ones unless overridden.
         """
         return batch
 
@@ -160,17 +129,10 @@ class TorchTask(Task):
         return list(self._trainable)
 
     def module(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> torch.nn.Module:
-        """Build a model and fill it; torch's global generator is left as it was.
+        """Build a model and fill it with what `initial_arrays` gives; torch's global generator is left as it was.
 
         What does not travel (frozen parameters, non-persistent buffers) is drawn from the task's seed, hence equal on
-        all ends.
-
-        Args:
-            arrays: Name -> array, as `initial_arrays` gives them.
-            device: Where to put the model.
-
-        Returns:
-            The model, in training mode.
+        all ends. The model is in training mode.
 
         Raises:
             TaskError: The arrays do not fit the model.
@@ -180,28 +142,13 @@ class TorchTask(Task):
         return model.to(device)
 
     def initial_module(self, device: str = "cpu") -> torch.nn.Module:
-        """Build the model that training starts from, once: what `module` gives for `initial_arrays`, without copies.
-
-        Args:
-            device: Where to put the model.
-
-        Returns:
-            The model, in training mode.
-        """
+        """Build the model that training starts from, once: what `module` gives for `initial_arrays`, without copies."""
         if type(self).initial_arrays is not TorchTask.initial_arrays:
             return self.module(self.initial_arrays(self.config.seed), device)
         return self._build(self.config.seed).to(device)
 
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn examples into tensors: integers as int64, floating numbers as float32.
-
-        Args:
-            data: The examples; they are copied.
-            device: Where to put the tensors.
-
-        Returns:
-            Inputs and targets.
-        """
+        """Turn examples into tensors, copied to a device: integers as int64, floating numbers as float32."""
         return _tensor(data.inputs, device), _tensor(data.targets, device)
 
     @override
@@ -209,14 +156,9 @@ class TorchTask(Task):
         return self.evaluate_module(self.module(arrays, device), data)
 
     def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:
-        """Measure a module in evaluation mode, without gradients, batch by batch.
+        """Measure a module in evaluation mode, without gradients, batch by batch; its submodules' training modes are restored.
 
-        Args:
-            model: The model; every submodule's training mode is restored afterwards.
-            data: Examples.
-
-        Returns:
-            ``loss`` and metrics, means over the examples; nothing if there are no examples.
+        ``loss`` and metrics are means over the examples; there are none if there are no examples.
         """
         first = next(model.parameters(), None)
         device = "cpu" if first is None else str(first.device)
@@ -230,11 +172,7 @@ class TorchTask(Task):
         return {name: total / len(data) for name, total in totals.items()}
 
     def evaluation_batches(self, data: Data) -> Iterator[Indices]:
-        """Say which examples an evaluation takes together: `EVALUATION_BATCH` at a time, in order.
-
-        Yields:
-            Indices of a batch; together every index once.
-        """
+        """Say which examples an evaluation takes together, every index once: `EVALUATION_BATCH` at a time, in order."""
         for start in range(0, len(data), EVALUATION_BATCH):
             yield np.arange(start, min(start + EVALUATION_BATCH, len(data)))
 
@@ -247,14 +185,7 @@ class TorchTask(Task):
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode for a while.
-
-    Args:
-        model: The model; each submodule gets its own mode back, also if an error passes through.
-
-    Yields:
-        Nothing.
-    """
+    """Put a model in evaluation mode for a while; each submodule gets its own mode back, also if an error passes through."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

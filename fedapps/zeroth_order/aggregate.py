@@ -86,14 +86,7 @@ def aggregate_scalars(
 
 
 def clip_norms(stacked: NDArray[np.float64], bound: float) -> NDArray[np.float64]:
-    """Scale down each client's scalars whose norm exceeds a bound: `g_i min(1, bound / |g_i|)`.
-
-    Args:
-        stacked: (clients, tau, P).
-        bound: The largest norm that stays, above 0.
-
-    Returns:
-        (clients, tau, P).
+    """Scale down each client's scalars, of (clients, tau, P), whose norm exceeds a bound: `g_i min(1, bound / |g_i|)`.
 
     Raises:
         ScalarError: The bound is not a finite number above 0.

@@ -27,11 +27,7 @@ _FORMAT_CODES = {
     NumberFormat.BFLOAT16: kernels_cpu.BFLOAT16,
     NumberFormat.FLOAT16: kernels_cpu.FLOAT16,
 }
-_RULE_CODES = {
-    "decomfl": kernels_cpu.PLAIN,
-    "hiso": kernels_cpu.HISO,
-    "hiso-momentum": kernels_cpu.HISO_MOMENTUM,
-}
+_RULE_CODES = {"decomfl": kernels_cpu.PLAIN, "hiso": kernels_cpu.HISO, "hiso-momentum": kernels_cpu.HISO_MOMENTUM}
 _NO_FLOATS = np.empty(0, np.float32)
 _NO_PATTERNS = np.empty(0, np.uint16)
 _SMALLEST_SLICE = 1 << 15  # elements; less is not worth a thread
@@ -51,20 +47,7 @@ def displace(
     out: Stored,
     threads: int,
 ) -> None:
-    """Write where a client stands, for windows of a tensor, end to end. See `backend_reference.displace`.
-
-    Args:
-        theta: The tensor's elements, (n,).
-        state: The rule's state of the same elements.
-        scheme: The run's scheme.
-        steps: Local steps taken so far.
-        probe: The probe, or None.
-        offset: Place of element 0.
-        starts: First elements of the windows.
-        width: Elements a window.
-        out: Receives the windows, (len(starts) * width,).
-        threads: How many threads may work.
-    """
+    """Write where a client stands: `backend_reference.displace`, compiled, on so many threads."""
     H = state.get("H", _NO_FLOATS) if _RULE_CODES[scheme.method] != kernels_cpu.PLAIN else _NO_FLOATS
     program = compile_steps(steps, scheme)
     numbers = (program.keys, _table(scheme), program.ints, program.floats, program.coefficients)
@@ -85,15 +68,7 @@ def displace(
 
 
 def apply(theta: Stored, state: Mapping[str, F32], program: Program, offset: int, threads: int) -> None:
-    """Apply the steps of many rounds in place, in one pass over memory.
-
-    Args:
-        theta: The tensor's elements, (n,).
-        state: The rule's state of the same elements.
-        program: The rounds.
-        offset: Place of element 0.
-        threads: How many threads may work.
-    """
+    """Apply the steps of many rounds in place, as `backend_reference.apply` does, in one pass over memory."""
     wide, packed, _, _, code = _views(theta, theta)
     rule = _RULE_CODES[program.scheme.method]
     H, m = state.get("H", _NO_FLOATS), state.get("m", _NO_FLOATS)

@@ -37,20 +37,7 @@ def displace(
     out: Flat,
     _threads: int,
 ) -> None:
-    """Write where a client stands, for windows of a tensor, end to end. See `backend_reference.displace`.
-
-    Args:
-        theta: The tensor's elements, (n,).
-        state: The rule's state of the same elements.
-        scheme: The run's scheme.
-        steps: Local steps taken so far.
-        probe: The probe, or None.
-        offset: Place of element 0.
-        starts: First elements of the windows.
-        width: Elements a window.
-        out: Receives the windows, (len(starts) * width,).
-        _threads: Unused here.
-    """
+    """Write where a client stands: `backend_reference.displace` in a kernel."""
     if out.numel() == 0:
         return
     scaled = _RULE_CODES[scheme.method] != 0 and "H" in state
@@ -75,15 +62,7 @@ def displace(
 
 
 def apply(theta: Flat, state: Mapping[str, Flat], program: Program, offset: int, _threads: int) -> None:
-    """Apply the steps of many rounds in place, in one pass over memory.
-
-    Args:
-        theta: The tensor's elements, (n,).
-        state: The rule's state of the same elements.
-        program: The rounds.
-        offset: Place of element 0.
-        _threads: Unused here.
-    """
+    """Apply the steps of many rounds in place, as `backend_reference.apply` does, in one pass over memory."""
     if theta.numel() == 0:
         return
     send = _sender(theta)

@@ -47,12 +47,7 @@ class Distribution(StrEnum):
 
 
 def direction(
-    seed: int,
-    step: int,
-    probe: int,
-    start: int,
-    stop: int,
-    distribution: Distribution = Distribution.GAUSSIAN,
+    seed: int, step: int, probe: int, start: int, stop: int, distribution: Distribution = Distribution.GAUSSIAN
 ) -> NDArray[np.float32]:
     """Draw elements `start..stop-1` of a direction, without generating what lies before.
 
@@ -69,9 +64,6 @@ def direction(
 
     Raises:
         DirectionError: Seed, step, probe or range lie outside the definition.
-
-    References:
-        Salmon et al., SC 2011 (the generator).
     """
     check_seed(seed)
     check_below("step", step, STEP_LIMIT, "start a new run: a run has 2^32 steps")
@@ -87,66 +79,30 @@ def direction(
 
 
 def gaussian_lanes(words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Turn words into Gaussian numbers: lanes are (low, high) 16 bits of each word, bit 15 is the sign.
-
-    Args:
-        words: Output of the generator, (blocks, 4).
-
-    Returns:
-        Eight numbers a block, (8 * blocks,).
-    """
+    """Turn words (blocks, 4) into Gaussian numbers (8 blocks,): lanes are (low, high) 16 bits of a word, bit 15 is the sign."""
     lanes = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)  # (blocks, 4, 2)
     return SIGNED[lanes.reshape(-1)]
 
 
 def rademacher_lanes(words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Turn words into signs: element `e` takes bit `e % 32` of word `(e % 128) // 32`; 1 means +1.
-
-    Args:
-        words: Output of the generator, (blocks, 4).
-
-    Returns:
-        128 numbers a block, (128 * blocks,).
-    """
+    """Turn words (blocks, 4) into signs (128 blocks,): element `e` takes bit `e % 32` of word `(e % 128) // 32`; 1 means +1."""
     bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)  # (blocks, 4, 32)
     return (bits.astype(np.float32) * np.float32(2) - np.float32(1)).reshape(-1)
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed outside 64 bits.
-
-    Raises:
-        DirectionError: It is not an integer from 0 to 2^64 - 1.
-    """
+    """Refuse a seed that is no integer from 0 to 2^64 - 1."""
     check_below("seed", seed, SEED_LIMIT, "choose a seed of 64 bits")
 
 
 def check_below(name: str, value: int, limit: int, do: str) -> None:
-    """Refuse an integer outside `[0, limit)`.
-
-    Args:
-        name: What it is.
-        value: The integer.
-        limit: The first integer that is too large.
-        do: What the reader can do.
-
-    Raises:
-        DirectionError: It is out of range or no integer.
-    """
+    """Refuse what is no integer in `[0, limit)`, for a `limit` that is a power of 2."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < limit:
         power = limit.bit_length() - 1
         raise DirectionError(name, expected=f"an integer from 0 to 2^{power} - 1", got=repr(value), do=do)
 
 
 def check_range(start: int, stop: int) -> None:
-    """Refuse a range of elements that is no range.
-
-    Args:
-        start: First element.
-        stop: One past the last element.
-
-    Raises:
-        DirectionError: `start` is negative, `stop` lies before it, or beyond 2^63.
-    """
+    """Refuse elements `start..stop-1` where `start` is negative, or `stop` lies before it or beyond 2^63."""
     if not 0 <= start <= stop < 2**63:
         raise DirectionError("elements", expected="0 <= start <= stop < 2^63", got=f"{start} to {stop}")

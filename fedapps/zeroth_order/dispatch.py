@@ -129,27 +129,15 @@ def apply_rounds(
 
 
 def kernel_name(device: str = "cpu") -> str:
-    """Say which path serves a device.
-
-    Args:
-        device: `cpu` or `cuda`, with or without an index.
-
-    Returns:
-        `triton`, `numba` or `numpy`.
-    """
+    """Say which path serves a device, `cpu` or `cuda[:i]`: `triton`, `numba` or `numpy`."""
     return str(_backend(device.partition(":")[0]).NAME)
 
 
 def kernel_checksum(device: str = "cpu") -> str:
-    """Hash what a device's path makes of a small fixed problem: all formats, distributions, rules and policies.
+    """Hash what the path of a device makes of a small fixed problem: all formats, distributions, rules and policies.
 
-    Both ends of a run compare it before round 1: a kernel or version that draws other directions is refused.
-
-    Args:
-        device: `cpu` or `cuda[:i]`.
-
-    Returns:
-        SHA-256 in hexadecimal; the same on every path and machine.
+    Both ends of a run compare it before round 1: a kernel or version that draws other directions is refused. The SHA-256, in
+    hexadecimal, is the same on every path and machine.
     """
     digest = hashlib.sha256()
     for number_format in NumberFormat:

@@ -20,11 +20,7 @@ TABLE_SHA256 = "eda81a6046f02c773f5875de98bda94f959b157dde1bea9edeef98a9fc52660b
 
 
 def gaussian_table() -> NDArray[np.float32]:
-    """Compute the table of magnitudes.
-
-    Returns:
-        Strictly increasing positive numbers with mean square 1 up to rounding, (32768,).
-    """
+    """Compute the table of magnitudes, (32768,): strictly increasing positive numbers with mean square 1 up to rounding."""
     quantile = NormalDist().inv_cdf
     q = np.array([quantile(0.5 + (i + 0.5) / 65536) for i in range(32768)])
     table: NDArray[np.float64] = np.rint(q / np.sqrt(np.mean(q * q)) * 65536) / 65536
@@ -32,17 +28,7 @@ def gaussian_table() -> NDArray[np.float32]:
 
 
 def check_table(table: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Refuse a table that differs in any bit from the definition.
-
-    Args:
-        table: What `gaussian_table` gave, (32768,).
-
-    Returns:
-        The same table.
-
-    Raises:
-        DirectionError: The checksum differs.
-    """
+    """Refuse a table, (32768,), that differs in any bit from the definition; give it back."""
     found = hashlib.sha256(table.astype("<f4").tobytes()).hexdigest()
     if found != TABLE_SHA256:
         raise DirectionError(

@@ -53,11 +53,7 @@ class Header:
 
 
 def header_line(header: Header) -> str:
-    """Write a header.
-
-    Returns:
-        One line of JSON.
-    """
+    """Write a header as one line of JSON."""
     scheme, base = header.scheme, header.base
     return _line(
         {
@@ -75,11 +71,7 @@ def header_line(header: Header) -> str:
 
 
 def record_line(record: Record) -> str:
-    """Write a round.
-
-    Returns:
-        One line of JSON; `fingerprint` and `momentum` only where there are any.
-    """
+    """Write a round as one line of JSON; `fingerprint` and `momentum` only where there are any."""
     row: dict[str, Any] = {
         "round": record.round,
         "first-step": record.first_step,
@@ -98,11 +90,7 @@ def record_line(record: Record) -> str:
 
 
 def parse_header(line: str, where: str) -> Header:
-    """Read a header.
-
-    Args:
-        line: One line of JSON.
-        where: File and line, for messages.
+    """Read a header of this format from one line of JSON; `where` is file and line, for messages.
 
     Raises:
         JournalError: It is no header of this format.
@@ -125,11 +113,7 @@ def parse_header(line: str, where: str) -> Header:
 
 
 def parse_record(line: str, where: str) -> Record:
-    """Read a round.
-
-    Args:
-        line: One line of JSON.
-        where: File and line, for messages.
+    """Read a round from one line of JSON, every field checked; `where` is file and line, for messages.
 
     Raises:
         JournalError: A field is missing, unknown, of the wrong type or out of range, or scalars are not a matrix.
@@ -235,11 +219,7 @@ class Journal:
 
     @classmethod
     def from_text(cls, text: str, where: str = "journal") -> Journal:
-        """Read a journal from its text; a torn last line is dropped.
-
-        Args:
-            text: Lines.
-            where: Where the text comes from, for messages.
+        """Read a journal from its text; a torn last line is dropped. `where` says where it comes from, for messages.
 
         Raises:
             JournalError: A line other than a torn last one cannot be read, or the rounds are out of order.
@@ -256,32 +236,19 @@ class Journal:
         return _read(_bytes_of(path), str(path))[0]
 
     def to_text(self) -> str:
-        """Write the journal.
-
-        Returns:
-            Header and records, one a line.
-        """
+        """Write header and records, one a line."""
         return "".join([header_line(self.header), *(record_line(record) for record in self.records)])
 
     def append(self, record: Record) -> None:
-        """Add a round.
-
-        Raises:
-            JournalError: The round or its steps lie before the end, or the record lacks what the method needs.
-        """
+        """Add a round; it and its steps must lie after the end, and it must have what the method needs."""
         self._check_next(record)
         self.records.append(record)
         self.through = max(self.through, record.round)
 
     def extend(self, records: Iterable[Record], through: int = 0) -> None:
-        """Add rounds; those that the journal holds already are skipped if they are equal.
+        """Add rounds, in order; those that the journal holds already are skipped if they are equal, else refused.
 
-        Args:
-            records: Rounds, in order.
-            through: The last round that they tell about.
-
-        Raises:
-            JournalError: A round differs from the one that is held, or does not follow.
+        `through` is the last round that they tell about.
         """
         held = {record.round: record for record in self.records}
         for record in records:
@@ -297,27 +264,14 @@ class Journal:
         self.through = max(self.through, through)
 
     def slice(self, after: int, through: int | None = None) -> Slice:
-        """Cut out what somebody lacks who holds the state of a round.
-
-        Args:
-            after: That round, 0 for the base model.
-            through: The last round wanted; None for all that is known.
-
-        Returns:
-            The rounds after it.
-        """
+        """Cut out what somebody lacks who holds the state of round `after`, 0 for the base model; None means to the end."""
         last = self.through if through is None else through
         return Slice(after, max(after, last), tuple(r for r in self.records if after < r.round <= last))
 
     def check_model(self, layout: Layout, base_fingerprint: str | None = None) -> None:
         """Refuse a model that the journal was not written for.
 
-        Args:
-            layout: The model's trainable tensors.
-            base_fingerprint: Fingerprint of the model's state at the start, or None to leave it out.
-
-        Raises:
-            JournalError: A tensor or the fingerprint differs.
+        It is told by its layout and, if that is given, by the fingerprint of its state at the start.
         """
         base = self.header.base
         difference = self.header.layout.difference(layout)
@@ -363,18 +317,7 @@ class JournalFile:
 
     @classmethod
     def create(cls, path: Path, header: Header) -> JournalFile:
-        """Start a journal.
-
-        Args:
-            path: A file that does not exist.
-            header: What is constant over the run.
-
-        Returns:
-            The open journal, without records.
-
-        Raises:
-            JournalError: The file exists.
-        """
+        """Start a journal without records; the file must not exist."""
         try:
             stream = path.open("xb")
         except FileExistsError:
@@ -388,9 +331,6 @@ class JournalFile:
     @classmethod
     def open(cls, path: Path) -> JournalFile:
         """Go on with a journal; a torn last line is cut off.
-
-        Args:
-            path: The file.
 
         Raises:
             JournalError: It cannot be read.
@@ -406,7 +346,7 @@ class JournalFile:
         return opened
 
     def append(self, record: Record) -> None:
-        """Add a round, in memory and on disk.
+        """Add a round, in memory and on disk; see `Journal.append`.
 
         Raises:
             JournalError: See `Journal.append`.
@@ -425,11 +365,7 @@ class JournalFile:
 
 
 def show(journal: Journal) -> list[str]:
-    """Describe a journal in lines for a reader.
-
-    Returns:
-        What the run fixed, then a line a round.
-    """
+    """Describe a journal in lines for a reader: what the run fixed, then a line a round."""
     scheme, base = journal.header.scheme, journal.header.base
     lines = [
         f"method {scheme.method}, seed {scheme.seed}, {scheme.distribution} directions, H {scheme.hessian_update}",

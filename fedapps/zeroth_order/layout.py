@@ -65,11 +65,7 @@ class Layout:
         return offsets
 
     def difference(self, other: Layout) -> str | None:
-        """Say where another layout differs first.
-
-        Returns:
-            A phrase, or None if they are equal.
-        """
+        """Say in a phrase where another layout differs first; None if they are equal."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
             if mine != theirs:
                 return f"{_describe(theirs)} in the place of {_describe(mine)}"
@@ -79,10 +75,7 @@ class Layout:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Describe tensors in their order.
-
-    Args:
-        tensors: Name -> NumPy array (bfloat16 as `uint16`) or torch tensor.
+    """Describe tensors, name -> NumPy array (bfloat16 as `uint16`) or torch tensor, in their order.
 
     Raises:
         DirectionError: There is none, or one is not float32, bfloat16 or float16.
@@ -102,9 +95,6 @@ def fingerprint(
         layout: The order of the tensors.
         theta: Name -> parameters.
         state: Slot -> name -> float32; None for the state at the start of a run.
-
-    Returns:
-        64 hexadecimal digits.
     """
     slots = state or {}
     digest = hashlib.sha256()

@@ -43,13 +43,7 @@ _FORMATS = {number_format.storage: number_format for number_format in NumberForm
 
 
 def format_of(array: Stored) -> NumberFormat:
-    """Tell an array's number format from its dtype.
-
-    Args:
-        array: Parameters.
-
-    Returns:
-        Its format; `uint16` means bfloat16.
+    """Tell an array's number format from its dtype; `uint16` means bfloat16.
 
     Raises:
         DirectionError: The dtype is none of the three.
@@ -65,29 +59,14 @@ def format_of(array: Stored) -> NumberFormat:
 
 
 def widen(array: Stored) -> F32:
-    """Widen parameters to float32, exactly.
-
-    Args:
-        array: Parameters, any shape.
-
-    Returns:
-        The same numbers, a new array of the same shape.
-    """
+    """Widen parameters of any shape to float32, exactly; a new array."""
     if format_of(array) is NumberFormat.BFLOAT16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
 
 
 def narrow(values: F32, number_format: NumberFormat) -> Stored:
-    """Round float32 numbers to a format, to nearest, ties to even.
-
-    Args:
-        values: Numbers, any shape.
-        number_format: The format.
-
-    Returns:
-        The rounded numbers, a new array of the same shape.
-    """
+    """Round float32 numbers of any shape to a format, to nearest, ties to even; a new array."""
     if number_format is NumberFormat.FLOAT32:
         return values.copy()
     if number_format is NumberFormat.FLOAT16:

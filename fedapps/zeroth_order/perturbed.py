@@ -62,15 +62,7 @@ class Displace(Protocol):
     """Materialises a tracked parameter: all of it, or some rows."""
 
     def __call__(self, name: str, rows: NDArray[np.int64] | None = None) -> torch.Tensor:
-        """Materialise.
-
-        Args:
-            name: The parameter's name.
-            rows: Rows of the first dimension, or None for all.
-
-        Returns:
-            The displaced tensor, not requiring gradients.
-        """
+        """Give the displaced parameter, or rows of its first dimension (None for all), not requiring gradients."""
 
 
 class Perturbed(TorchFunctionMode):

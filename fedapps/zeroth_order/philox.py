@@ -26,22 +26,14 @@ _HALF = np.uint64(32)
 
 
 def split_word(value: int) -> tuple[int, int]:
-    """Split a 64-bit integer into its (low, high) 32-bit words.
-
-    Args:
-        value: 0 to 2^64 - 1.
-    """
+    """Split an integer, 0 to 2^64 - 1, into its (low, high) 32-bit words."""
     return value & 0xFFFFFFFF, value >> 32
 
 
 def round_keys(seed: int) -> NDArray[np.uint64]:
-    """List the keys of the ten rounds: each word grows by its Weyl constant modulo 2^32.
+    """List the keys of the ten rounds, (10, 2): 32-bit values in 64-bit integers, that of the seed's low word first.
 
-    Args:
-        seed: The 64-bit key; its low word is the first key word.
-
-    Returns:
-        Keys as 32-bit values in 64-bit integers, (10, 2).
+    Each word grows by its Weyl constant a round, modulo 2^32.
     """
     low, high = split_word(seed)
     keys = [((low + r * WEYL[0]) & 0xFFFFFFFF, (high + r * WEYL[1]) & 0xFFFFFFFF) for r in range(ROUNDS)]
@@ -56,9 +48,6 @@ def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], seed:
     Args:
         counter: The four 32-bit counter words, broadcast against each other, shape (blocks,).
         seed: The key, 0 to 2^64 - 1.
-
-    Returns:
-        The four output words, each of the broadcast shape.
     """
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in counter))
     for k0, k1 in round_keys(seed):

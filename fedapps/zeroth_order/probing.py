@@ -112,13 +112,7 @@ class Prober:
         self._used: set[str] = set()
 
     def loss(
-        self,
-        loss: Loss,
-        batch: Any,
-        *,
-        steps: Sequence[LocalStep] = (),
-        probe: Probe | None = None,
-        noise: int = 0,
+        self, loss: Loss, batch: Any, *, steps: Sequence[LocalStep] = (), probe: Probe | None = None, noise: int = 0
     ) -> float:
         """Evaluate the loss where a client stands after its local steps, displaced by a probe.
 
@@ -171,9 +165,6 @@ class Prober:
             lr: `eta` of the local steps.
             difference: Forward or central.
 
-        Returns:
-            The scalars and what was noticed on the way.
-
         Raises:
             ProbeError: `mu` or `P` is out of range, there is no batch, or see `loss`.
         """
@@ -195,14 +186,7 @@ class Prober:
         return result
 
     def displaced(self, steps: Sequence[LocalStep]) -> dict[str, torch.Tensor]:
-        """Materialise the whole model after local steps: what FedZO sends (arXiv 2201.09531).
-
-        Args:
-            steps: Local steps, in order.
-
-        Returns:
-            Name -> new tensor.
-        """
+        """Materialise the whole model after local steps, name -> new tensor: what FedZO sends (arXiv 2201.09531)."""
         return {name: self._displaced(name, steps, None, None, fresh=True) for name in self.parameters}
 
     def _one_step(

@@ -49,14 +49,7 @@ class Program:
 
 
 def compile_records(records: Sequence[Record], scheme: Scheme) -> Program:
-    """Flatten rounds of a journal.
-
-    Args:
-        records: Rounds in order.
-        scheme: The run's scheme.
-
-    Returns:
-        One row a local step.
+    """Flatten rounds of a journal, in order, to one row a local step.
 
     Raises:
         DirectionError: The method has momentum and a record has none.
@@ -78,41 +71,19 @@ def compile_records(records: Sequence[Record], scheme: Scheme) -> Program:
 
 
 def compile_steps(steps: Sequence[LocalStep], scheme: Scheme) -> Program:
-    """Flatten a client's local steps: plain steps that share one scale and teach `H` nothing.
-
-    Args:
-        steps: Steps in order.
-        scheme: The run's scheme.
-
-    Returns:
-        One row a step.
-    """
+    """Flatten a client's local steps to one row each: plain steps that share one scale and teach `H` nothing."""
     ints = [(taken.step, len(taken.scalars), k == 0, Learn.NOTHING) for k, taken in enumerate(steps)]
     floats: list[tuple[float, ...]] = [(taken.lr, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0) for taken in steps]
     return _program(scheme, ints, floats, [c for taken in steps for c in coefficients(taken.scalars)])
 
 
 def probe_ints(probe: Probe | None) -> tuple[int, int, int]:
-    """Flatten a probe for a kernel.
-
-    Args:
-        probe: The probe, or None.
-
-    Returns:
-        Whether there is one, its step, its number.
-    """
+    """Flatten a probe for a kernel: whether there is one, its step, its number."""
     return (0, 0, 0) if probe is None else (1, probe.step, probe.probe)
 
 
 def signed_mu(probe: Probe | None) -> np.float32:
-    """Give a probe's radius its sign: `x + ((-mu) z)` and `x - (mu z)` have the same bits.
-
-    Args:
-        probe: The probe, or None.
-
-    Returns:
-        `mu` or `-mu`; 0 without a probe.
-    """
+    """Give a probe's radius its sign, or 0 without a probe: `x + ((-mu) z)` and `x - (mu z)` have the same bits."""
     return np.float32(0) if probe is None else np.float32(probe.sign) * np.float32(probe.mu)
 
 
@@ -128,10 +99,7 @@ def _learn(k: int, tau: int, nu: float, policy: HessianUpdate) -> Learn:
 
 
 def _program(
-    scheme: Scheme,
-    ints: list[tuple[int, int, bool, Learn]],
-    floats: list[tuple[float, ...]],
-    flat: list[np.float32],
+    scheme: Scheme, ints: list[tuple[int, int, bool, Learn]], floats: list[tuple[float, ...]], flat: list[np.float32]
 ) -> Program:
     return Program(
         scheme,

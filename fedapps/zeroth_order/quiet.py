@@ -18,11 +18,7 @@ _NOISE = 0xFFFFFFFF  # counter words of the noise; no direction reaches block 2^
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """List the parameters that a direction covers, in order; frozen ones are no part of `d`.
-
-    Returns:
-        Name -> parameter, a tied one once.
-    """
+    """List the parameters that a direction covers, in order, a tied one once; frozen ones are no part of `d`."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -53,11 +49,7 @@ def check_model(model: torch.nn.Module) -> None:
 def quiet(model: torch.nn.Module) -> Iterator[None]:
     """Evaluate a model without a trace: `eval()` inside; flags and buffers afterwards as before.
 
-    Yields:
-        Nothing.
-
-    Raises:
-        ProbeError: A large buffer was written.
+    A large buffer of which no copy is kept must not be written: a ProbeError.
     """
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -88,16 +80,7 @@ def quiet(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_noise(model: torch.nn.Module, seed: int, noise: int) -> Iterator[None]:
-    """Seed torch's generators by (seed, noise), and give them their former state back afterwards.
-
-    Args:
-        model: The model; its CUDA devices' generators are covered.
-        seed: The run's seed.
-        noise: Names the noise, such as a global step.
-
-    Yields:
-        Nothing.
-    """
+    """Seed torch's generators, CUDA's of the model's devices too, by (seed, noise); put their state back afterwards."""
     low, high, _, _ = philox4x32((_NOISE, _NOISE, noise & _NOISE, _NOISE), seed)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):

@@ -42,12 +42,6 @@ class Replica:
         state: Slot -> name -> float32; None starts it, for parameters of the base model.
         round: The round whose state this is; 0 for the base model.
         threads: Of the kernels on the CPU.
-
-    Attributes:
-        scheme: As given.
-        theta: As given.
-        state: As given or started.
-        round: The round whose state this is.
     """
 
     def __init__(
@@ -72,30 +66,15 @@ class Replica:
         return layout_of(self.theta)
 
     def state_of(self, name: str) -> dict[str, Tensor]:
-        """Get one tensor's part of the state.
-
-        Returns:
-            Slot -> float32.
-        """
+        """Get one tensor's part of the state, slot -> float32."""
         return {slot: tensors[name] for slot, tensors in self.state.items()}
 
     def can_apply(self, part: Slice) -> bool:
-        """Say whether a slice starts at or before this replica's round.
-
-        Returns:
-            False if rounds between are missing: then more of the journal is needed.
-        """
+        """Say whether a slice starts at or before this replica's round; if not, more of the journal is needed."""
         return part.after <= self.round
 
     def pending(self, part: Slice) -> list[Record]:
-        """List the rounds of a slice that this replica lacks; what overlaps is skipped.
-
-        Returns:
-            Rounds, in order.
-
-        Raises:
-            ReplicaError: Rounds between are missing.
-        """
+        """List the rounds of a slice that this replica lacks; what overlaps is skipped. No round between may be missing."""
         if not self.can_apply(part):
             raise ReplicaError(
                 "replica",
@@ -131,14 +110,7 @@ class Replica:
         return len(records)
 
     def rebuild(self, base: Base) -> None:
-        """Go back to the base model; then advance by the journal from round 0.
-
-        Args:
-            base: Loads the parameters at the start of the run.
-
-        Raises:
-            ReplicaError: They are of another layout.
-        """
+        """Go back to the base model, which must have this layout; then advance by the journal from round 0."""
         loaded = base()
         difference = self.layout.difference(layout_of(loaded))
         if difference is not None:
@@ -153,10 +125,7 @@ class Replica:
         self.round, self._half_applied = 0, False
 
     def fingerprint(self) -> str:
-        """Name this state.
-
-        Returns:
-            See `layout.fingerprint`.
+        """Name this state; see `layout.fingerprint`.
 
         Raises:
             ReplicaError: An update was interrupted.
@@ -165,11 +134,7 @@ class Replica:
         return fingerprint(self.layout, self.theta, self.state)
 
     def check_whole(self) -> None:
-        """Refuse a state in the middle of an update.
-
-        Raises:
-            ReplicaError: An update was interrupted.
-        """
+        """Refuse a state in the middle of an update."""
         if self._half_applied:
             raise ReplicaError(
                 "replica", expected="a whole state", got="an interrupted update", do="rebuild it from the base"
@@ -201,15 +166,7 @@ class Replica:
 
 
 def start_state(scheme: Scheme, theta: Tensors) -> dict[str, dict[str, Tensor]]:
-    """Make the state at the start of a run.
-
-    Args:
-        scheme: The run's scheme.
-        theta: Name -> parameters.
-
-    Returns:
-        Slot -> name -> float32 of the tensor's shape, on its device.
-    """
+    """Make the state at the start of a run: slot -> name -> float32 of the tensor's shape, on its device."""
     return {
         slot: {name: _full(tensor, value) for name, tensor in theta.items()}
         for slot, value in rule_of(scheme).slots.items()

@@ -61,50 +61,21 @@ class UpdateRule:
     momentum: bool = False
 
     def init(self, size: int) -> dict[str, F32]:
-        """Make the state at the start of a run.
-
-        Args:
-            size: Number of parameters.
-
-        Returns:
-            Slot name -> array, (size,).
-        """
+        """Make the state at the start of a run: slot name -> array, (size,)."""
         return {slot: np.full(size, value, np.float32) for slot, value in self.slots.items()}
 
 
-# --- the arithmetic; its order is part of the definition -----------------------------------------------------------
+# --- the arithmetic; its order is part of the definition; arrays are float32, (n,) -----------------------------------
 
 
 def probe_point(x: F32, z: F32, mu: float, sign: int) -> F32:
-    """Step to a probe's point: `x + (mu z)`, or `x - (mu z)`.
-
-    Args:
-        x: Where the client stands, (n,).
-        z: Scaled direction, (n,).
-        mu: Radius.
-        sign: +1 or -1.
-
-    Returns:
-        The point in float32, (n,).
-
-    References:
-        HiSo, arXiv 2506.02370 (the ascent direction).
-    """
+    """Step to a probe's point: `x + (mu z)`, or `x - (mu z)` (HiSo, arXiv 2506.02370, the ascent direction)."""
     move = np.float32(mu) * z
     return x + move if sign > 0 else x - move
 
 
 def mean_direction(coefficients: Sequence[np.float32], zs: Iterable[F32], size: int) -> F32:
-    """Sum `D = D + (c_p z_p)` over the probes, in order, from 0.
-
-    Args:
-        coefficients: `c_p`, (P,).
-        zs: `z_p`, P arrays of (size,).
-        size: Number of elements.
-
-    Returns:
-        `D`, (size,).
-    """
+    """Sum `D = D + (c_p z_p)` over the P probes, in order, from 0."""
     total = np.zeros(size, np.float32)
     for c, z in zip(coefficients, zs, strict=True):
         total = total + c * z
@@ -112,60 +83,22 @@ def mean_direction(coefficients: Sequence[np.float32], zs: Iterable[F32], size: 
 
 
 def descend(theta: F32, step: F32, lr: float) -> F32:
-    """Take a step: `theta - (eta D)`.
-
-    Args:
-        theta: Parameters, (n,).
-        step: `D` or the momentum, (n,).
-        lr: `eta`.
-
-    Returns:
-        New parameters, (n,).
-    """
+    """Take a step: `theta - (eta D)`, or with the momentum in the place of `D`."""
     return theta - np.float32(lr) * step
 
 
 def learn_hessian(H: F32, D: F32, nu: float, eps: float) -> F32:
-    """Update the diagonal: `((1 - nu) H) + (nu ((D D) + eps))`.
-
-    Args:
-        H: Diagonal, (n,).
-        D: What it learns from, (n,).
-        nu: Weight of what is new; `1 - nu` is computed in float64.
-        eps: Floor.
-
-    Returns:
-        New diagonal, (n,).
-
-    References:
-        HiSo, arXiv 2506.02370 (the diagonal learnt from aggregated scalars).
-    """
+    """Update the diagonal: `((1 - nu) H) + (nu ((D D) + eps))`, `1 - nu` computed in float64 (HiSo, arXiv 2506.02370)."""
     return np.float32(1.0 - nu) * H + np.float32(nu) * (D * D + np.float32(eps))
 
 
 def blend_momentum(m: F32, D: F32, beta: float) -> F32:
-    """Update the momentum: `(beta m) + ((1 - beta) D)`, `1 - beta` computed in float64.
-
-    Args:
-        m: Momentum, (n,).
-        D: Direction of this step, (n,).
-        beta: Weight of the past.
-
-    Returns:
-        New momentum, (n,).
-    """
+    """Update the momentum: `(beta m) + ((1 - beta) D)`, `1 - beta` computed in float64."""
     return np.float32(beta) * m + np.float32(1.0 - beta) * D
 
 
 def coefficients(scalars: Sequence[float]) -> list[np.float32]:
-    """Divide a step's scalars by their number: `c_p = float32(g_p / P)`.
-
-    Args:
-        scalars: (P,).
-
-    Returns:
-        (P,).
-    """
+    """Divide a step's scalars, (P,), by their number: `c_p = float32(g_p / P)`."""
     return [np.float32(value / len(scalars)) for value in scalars]
 
 
@@ -204,13 +137,7 @@ def _with_hessian(state: RuleState, learn_from: F32 | None, record: Record) -> R
 
 
 def momentum_of(record: Record) -> float:
-    """Read a record's momentum.
-
-    Args:
-        record: A record of a rule with momentum.
-
-    Returns:
-        `beta`.
+    """Read `beta` from a record of a rule with momentum.
 
     Raises:
         DirectionError: The record has none.
@@ -237,13 +164,7 @@ RULES: dict[str, UpdateRule] = {
 
 
 def rule_of(scheme: Scheme) -> UpdateRule:
-    """Look a scheme's rule up.
-
-    Args:
-        scheme: The run's scheme.
-
-    Returns:
-        Its row of `RULES`.
+    """Look up a scheme's row of `RULES`.
 
     Raises:
         DirectionError: There is no such row.

@@ -126,16 +126,7 @@ class Record:
 
 
 def radius(mu: float, mu_decay: float, server_round: int) -> float:
-    """Give the radius of a round's probes.
-
-    Args:
-        mu: In round 1.
-        mu_decay: Factor a round.
-        server_round: The round, from 1.
-
-    Returns:
-        ``mu * mu_decay ** (round - 1)``.
-    """
+    """Give the radius of a round's probes, ``mu * mu_decay ** (round - 1)``; rounds count from 1."""
     return mu * mu_decay ** (server_round - 1)
 
 
@@ -146,9 +137,6 @@ def check_scalars(scalars: Scalars, *, where: str, shape: tuple[int, int] | None
         scalars: Rows of numbers.
         where: Whose they are, for the message.
         shape: `(tau, P)` that was asked for; None takes any.
-
-    Raises:
-        ScalarError: A row is missing, too long or too short, or a number is not finite or no float32 value.
     """
     widths = {len(row) for row in scalars}
     if len(widths) != 1 or 0 in widths or (shape is not None and (len(scalars), *widths) != shape):

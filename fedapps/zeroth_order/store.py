@@ -60,9 +60,6 @@ class Store:
             header: The run's journal header: the key of the state.
             base: Loads the parameters at the start of the run; called only if the state must be started.
             threads: Of the kernels.
-
-        Raises:
-            ReplicaError: The base model has other tensors than the header.
         """
         private_folder(folder.parent, folder.name)
         self._folder = folder
@@ -74,26 +71,15 @@ class Store:
             self.replica = self._map(header, threads)
             if self.rebuilt is not None:
                 LOG.info("replica store %s: %s; starting from the base model", folder.name, self.rebuilt)
-                self._mark(applying=True)
-                self.replica.rebuild(base)
-                self._mark(applying=False)
+                self.rebuild(base)
         except BaseException:
             self.close()
             raise
 
     def advance(self, part: Slice, *, verify: bool = True) -> int:
-        """Apply what a slice has beyond the state, in place.
+        """Apply what a slice has beyond the state, in place, as `Replica.advance` does; the number of rounds applied.
 
-        Args:
-            part: The slice.
-            verify: Compare with the last fingerprint among the new rounds.
-
-        Returns:
-            Number of rounds applied.
-
-        Raises:
-            ReplicaError: Rounds between are missing.
-            AstrayError: The fingerprint differs; the next opening starts from the base model.
+        After an AstrayError the next opening starts from the base model.
         """
         if not self.replica.pending(part) and part.through <= self.replica.round:
             return 0
@@ -103,11 +89,7 @@ class Store:
         return applied
 
     def rebuild(self, base: Base) -> None:
-        """Start again from the base model; then advance by the journal from round 0.
-
-        Args:
-            base: Loads the parameters at the start of the run.
-        """
+        """Start again from the base model; then advance by the journal from round 0."""
         self._mark(applying=True)
         self.replica.rebuild(base)
         self._mark(applying=False)

@@ -23,26 +23,14 @@ ALIGNMENT = 64
 
 
 def device_of(tensor: Tensor) -> str:
-    """Tell where a tensor lies.
-
-    Args:
-        tensor: A NumPy array or a torch tensor.
-
-    Returns:
-        Type of the device, such as `cpu`.
-    """
+    """Tell the type of device where a tensor lies, such as `cpu`."""
     return "cpu" if isinstance(tensor, np.ndarray) else str(tensor.device.type)
 
 
 def flat_view(tensor: Tensor, what: str = "parameters") -> Tensor:
-    """View a tensor as one dimension of the same memory.
+    """View a contiguous tensor as one dimension of the same memory: a NumPy array if it is on the CPU, else a torch tensor.
 
-    Args:
-        tensor: A contiguous NumPy array, or torch tensor on the CPU or another device.
-        what: What it is, for the message.
-
-    Returns:
-        A NumPy array for anything on the CPU, else a torch tensor; (numel,).
+    `what` is what it is, for the message to one whose elements do not lie end to end.
 
     Raises:
         DirectionError: The elements do not lie end to end.
@@ -58,28 +46,12 @@ def flat_view(tensor: Tensor, what: str = "parameters") -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """Get a tensor's elements as a NumPy array, by a copy only if it lies elsewhere than on the CPU.
-
-    Args:
-        tensor: A NumPy array or torch tensor.
-
-    Returns:
-        The array; bfloat16 as `uint16`.
-    """
+    """Get a tensor's elements as a NumPy array (bfloat16 as `uint16`), copied only if they lie elsewhere than on the CPU."""
     return tensor if isinstance(tensor, np.ndarray) else _to_numpy(tensor.detach().cpu())
 
 
 def like(array: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Give new flat elements the kind, dtype and device of a tensor.
-
-    Args:
-        array: Flat elements, as `flat_view` would give them, or a NumPy array.
-        tensor: The tensor that they should be like.
-        shape: Their shape.
-
-    Returns:
-        The same elements, (shape).
-    """
+    """Give new flat elements, as of `flat_view` or in NumPy, the kind, dtype and device of a tensor, and a shape."""
     if isinstance(tensor, np.ndarray):
         return array.reshape(shape)
     import torch  # only with a torch tensor
@@ -93,31 +65,16 @@ def like(array: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def aligned_empty(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Allocate memory at a multiple of 64 bytes, as torch does.
+    """Allocate elements without defined values, (count,), at a multiple of 64 bytes, as torch does.
 
     Products of matrices may round differently, and are slower, at other addresses.
-
-    Args:
-        count: Number of elements.
-        dtype: Their type.
-
-    Returns:
-        Elements without defined values, (count,).
     """
     raw = np.empty(count * dtype.itemsize + ALIGNMENT, np.uint8)
     return aligned(raw, count * dtype.itemsize).view(dtype)
 
 
 def aligned(raw: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Cut the part of a buffer that starts at a multiple of 64 bytes.
-
-    Args:
-        raw: At least 64 bytes longer than needed.
-        size: Bytes needed.
-
-    Returns:
-        A view, (size,).
-    """
+    """View that part, (size,), of a buffer at least 64 bytes longer, which starts at a multiple of 64 bytes."""
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size]
 

@@ -56,15 +56,7 @@ def pack_slice(part: Slice) -> Columns:
 
 
 def unpack_slice(columns: Mapping[str, Any], where: str) -> Slice:
-    """Read a slice from its columns.
-
-    Args:
-        columns: What `pack_slice` gave; other entries are left alone.
-        where: Whose message it is, for the error message.
-
-    Raises:
-        JournalError: A column is missing or of another type or length, or a record is out of range.
-    """
+    """Read a slice from what `pack_slice` gave, or raise a JournalError that says `where`; other columns are left alone."""
     try:
         after, through = int(columns["after"]), int(columns["through"])
         records = _records(columns) if "rounds" in columns else ()
@@ -79,26 +71,12 @@ def unpack_slice(columns: Mapping[str, Any], where: str) -> Slice:
 
 
 def pack_scalars(values: Sequence[float]) -> bytes:
-    """Write numbers as little-endian float32.
-
-    Args:
-        values: Float32 values, row after row.
-
-    Returns:
-        Four bytes each.
-    """
+    """Write float32 values as little-endian, four bytes each."""
     return np.asarray(values, "<f4").tobytes()
 
 
 def unpack_scalars(data: bytes, num_probes: int) -> Scalars:
-    """Read rows of little-endian float32.
-
-    Args:
-        data: Four bytes a number.
-        num_probes: Numbers a row, `P`.
-
-    Returns:
-        The rows; finite or not.
+    """Read rows of `P` numbers, finite or not, from little-endian float32; a ValueError if the bytes are no whole rows.
 
     Raises:
         ValueError: The bytes are no whole rows.

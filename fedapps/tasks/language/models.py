@@ -42,13 +42,7 @@ class Source:
 
 
 def find_source(source: str) -> Source:
-    """Tell where a model lies.
-
-    Args:
-        source: See the module; a name of a published model goes before a folder of that name, which is ``./name``.
-
-    Returns:
-        The place.
+    """Tell where a model lies; a name of a published model goes before a folder of that name, which is ``./name``.
 
     Raises:
         TaskError: There is no such folder or file, or the model was not fetched yet.
@@ -80,13 +74,7 @@ def find_source(source: str) -> Source:
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer.
-
-    Args:
-        source: See the module.
-
-    Returns:
-        The tokenizer, as published: it may have no padding token.
+    """Load a model's tokenizer as published: it may have no padding token.
 
     Raises:
         TaskError: A package, the source or its tokenizer is missing; the message says what to do.
@@ -106,15 +94,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def load_causal_lm(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a causal language model on the CPU.
+    """Load a causal language model on the CPU with parameters of a floating type; a GGUF file is dequantised to it.
 
-    Args:
-        source: See the module.
-        dtype: Floating type of the parameters; a GGUF file is dequantised to it.
-
-    Returns:
-        The model in evaluation mode, every parameter trainable, without gradient checkpointing. Attention is torch's
-        `scaled_dot_product_attention` where the model has it: it is deterministic, and its dropout can be switched off.
+    It is in evaluation mode, every parameter trainable, without gradient checkpointing. Attention is torch's
+    `scaled_dot_product_attention` where the model has it: it is deterministic, and its dropout can be switched off.
 
     Raises:
         TaskError: A package or the source is missing, it is no causal language model, or it lacks weights.
@@ -141,11 +124,7 @@ def load_causal_lm(source: str, dtype: torch.dtype) -> PreTrainedModel:
 def identify(source: str) -> FirstModel:
     """Say which model this is, as a journal states its base.
 
-    Args:
-        source: See the module.
-
-    Returns:
-        The source; the hub's commit, the checksum of a GGUF file, or None for a folder; whether others can get it.
+    The revision is the hub's commit, the checksum of a GGUF file, or None for a folder, which others cannot get.
 
     Raises:
         TaskError: There is no such source.
@@ -162,14 +141,7 @@ def identify(source: str) -> FirstModel:
 
 
 def at_hand(source: str) -> bool:
-    """Tell whether a model and its tokenizer can be loaded without the network.
-
-    Args:
-        source: See the module.
-
-    Returns:
-        Whether a local source is there, or all of a model of the hub is in the local cache; False without the packages.
-    """
+    """Tell whether a model and its tokenizer can be loaded without the network, from a local source or the cache."""
     try:
         found = _checked(source)
         cached = None if found.local else _cached(found)
@@ -200,12 +172,7 @@ def _cached(found: Source) -> Path | None:
 
 
 def save_plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model as a folder that `load_causal_lm` and transformers read.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        folder: The folder; made if missing.
+    """Write a model as a folder that `load_causal_lm` and transformers read; an OSError if, for example, the disk is full.
 
     Raises:
         OSError: It cannot be written, for example because the disk is full.

@@ -35,26 +35,14 @@ class Packed:
     place: tuple[torch.Tensor, torch.Tensor]
 
     def unpack(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Bring what was computed for each place back to the padded rows.
-
-        Args:
-            values: ``(lines, longest, width)``.
-            shape: Shape of the padded array, ``(n, length)``.
-
-        Returns:
-            ``(n, length, width)``, 0 at padding.
-        """
+        """Bring what was computed for each place, ``(lines, longest, width)``, back to ``(n, length, width)``, 0 at padding."""
         return values.new_zeros(*shape, values.shape[-1]).index_put(self.source, values[self.place])
 
 
 def fill_lines(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Find a place for each row: longest first, each in the first line that has room (first fit, decreasing).
+    """Find line and first column for each row: longest first, each in the first line that has room (first fit, decreasing).
 
-    Args:
-        sizes: Tokens of each row; the largest is the length of a line.
-
-    Returns:
-        Line and first column of each row.
+    ``sizes`` are the tokens of each row; the largest is the length of a line.
     """
     room = max(sizes, default=0)
     filled: list[int] = []
@@ -69,14 +57,7 @@ def fill_lines(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def pack(ids: torch.Tensor) -> Packed | None:
-    """Lay padded rows end to end.
-
-    Args:
-        ids: Token ids, ``(n, length)``, padded on either side.
-
-    Returns:
-        The rows in fewer lines; None if that saves none.
-    """
+    """Lay padded rows ``(n, length)`` end to end, in fewer lines; None if that saves none."""
     mask = ids != PADDING
     sizes = mask.sum(dim=1).tolist()
     places = fill_lines(sizes)

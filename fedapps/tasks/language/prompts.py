@@ -35,23 +35,12 @@ class Prompt:
         return self.template[self.template.rindex("}") + 1 :]
 
     def fill(self, fields: Mapping[str, str]) -> str:
-        """Fill the template.
-
-        Args:
-            fields: Name -> text.
-
-        Returns:
-            The prompt, up to where the answer begins.
-        """
+        """Fill the template, from name -> text, up to where the answer begins."""
         return self.template.format(**{**fields, **{name: _as_question(fields[name]) for name in self.questions}})
 
 
 PROMPTS: dict[str, Prompt] = {
-    "sst2": Prompt(
-        "{sentence} It was",
-        (" terrible", " great"),
-        shorten=("sentence",),
-    ),
+    "sst2": Prompt("{sentence} It was", (" terrible", " great"), shorten=("sentence",)),
     "qqp": Prompt(
         "Question 1: {question1}\nQuestion 2: {question2}\nAre they semantically equivalent? Yes or No?\n",
         ("No", "Yes"),
@@ -67,22 +56,13 @@ PROMPTS: dict[str, Prompt] = {
         ("Yes", "No", "Maybe"),
         shorten=("premise", "hypothesis"),
     ),
-    "boolq": Prompt(
-        "{passage} {question}?\n",
-        ("No", "Yes"),
-        shorten=("passage", "question"),
-        questions=("question",),
-    ),
+    "boolq": Prompt("{passage} {question}?\n", ("No", "Yes"), shorten=("passage", "question"), questions=("question",)),
     "wic": Prompt(
         'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n{sentence1}\n{sentence2}\n',
         ("No", "Yes"),
         shorten=("sentence1", "sentence2"),
     ),
-    "squad": Prompt(
-        "Context: {context}\nQuestion: {question}\nAnswer:",
-        (),
-        shorten=("context", "question"),
-    ),
+    "squad": Prompt("Context: {context}\nQuestion: {question}\nAnswer:", (), shorten=("context", "question")),
 }
 """Task -> its prompt."""
 

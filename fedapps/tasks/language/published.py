@@ -42,22 +42,14 @@ PUBLISHED: tuple[Published, ...] = (
 
 
 def published(name: str) -> Published | None:
-    """Look up a model.
-
-    Args:
-        name: What the user calls it.
-
-    Returns:
-        Its row; None if there is no such model.
-    """
+    """Look up a model by what the user calls it; None if there is no such model."""
     return next((model for model in PUBLISHED if model.name == name), None)
 
 
 def models_folder() -> Path:
     """Give the folder that holds fetched models.
 
-    Returns:
-        ``$FEDAPPS_MODELS``, else ``fedapps/models`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
+    ``$FEDAPPS_MODELS``, else ``fedapps/models`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
     """
     own = os.environ.get(MODELS_VARIABLE)
     if own:

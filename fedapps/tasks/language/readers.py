@@ -96,15 +96,9 @@ SOURCES: dict[str, Source] = {
 
 
 def read_examples(task: str, fields: Iterable[str], data_dir: Path | None) -> tuple[list[Example], list[Example]]:
-    """Read the examples of a task.
+    """Read training pool and test set of a task, a key of `SOURCES`; without a data folder from the hub.
 
-    Args:
-        task: Its name, a key of `SOURCES`.
-        fields: The fields of its prompt.
-        data_dir: Folder with data files; None for the hub.
-
-    Returns:
-        Training pool and test set.
+    ``fields`` are those of the task's prompt.
 
     Raises:
         TaskError: A file is missing or malformed, or the download fails.

@@ -64,20 +64,12 @@ class SquadTask(LanguageTask):
 
     @override
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute the loss; the scores need the right answers and come in `evaluate_module`.
-
-        Returns:
-            ``loss``, a scalar.
-        """
+        """Compute ``loss``; the scores need the right answers and come in `evaluate_module`."""
         return {"loss": self.loss(model, inputs, targets)}
 
     @override
     def evaluate_module(self, model: torch.nn.Module, data: Data) -> dict[str, float]:
-        """Measure a module: the loss as for any task, and the scores of what it generates.
-
-        Returns:
-            ``loss``, ``f1`` and ``exact-match``, means over the examples; nothing if there are no examples.
-        """
+        """Measure ``loss`` as for any task, and ``f1`` and ``exact-match`` of what the module generates; means."""
         measured = super().evaluate_module(model, data)
         if not len(data):
             return measured
@@ -90,16 +82,7 @@ class SquadTask(LanguageTask):
         }
 
     def generate(self, model: torch.nn.Module, data: Data) -> list[str]:
-        """Let a model answer.
-
-        Args:
-            model: The model; every submodule's training mode is restored afterwards.
-            data: Examples.
-
-        Returns:
-            An answer for each example: what the model finds likeliest token by token, up to the end of the line or the
-            text.
-        """
+        """Let a model answer each example: what it finds likeliest token by token, up to the end of the line or the text."""
         device = next(model.parameters()).device
         texts = [""] * len(data)
         with evaluation_mode(model), torch.no_grad():
@@ -131,40 +114,17 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Drop what the comparison ignores.
-
-    Args:
-        text: An answer.
-
-    Returns:
-        Its words, with one space between them.
-    """
+    """Drop what the comparison ignores: the words of an answer, with one space between them."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(predicted: str, answers: Sequence[str]) -> float:
-    """Tell whether a prediction is one of the right answers.
-
-    Args:
-        predicted: The prediction.
-        answers: The right answers, at least one.
-
-    Returns:
-        1 or 0.
-    """
+    """Tell, 1 or 0, whether a prediction is one of the right answers."""
     return float(any(normalise(predicted) == normalise(answer) for answer in answers))
 
 
 def f1(predicted: str, answers: Sequence[str]) -> float:
-    """Compute the harmonic mean of precision and recall of words, with the best of the right answers.
-
-    Args:
-        predicted: The prediction.
-        answers: The right answers, at least one.
-
-    Returns:
-        A number in [0, 1].
-    """
+    """Compute the harmonic mean of precision and recall of words, in [0, 1], with the best of the right answers."""
     return max(_f1(normalise(predicted).split(), normalise(answer).split()) for answer in answers)
 
 

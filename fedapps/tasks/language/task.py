@@ -47,10 +47,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LanguageTask(TorchTask):
     """What the language tasks share: model, tokenizer, data and options.
 
-    Args:
-        config: What the settings say about the task.
-        name: Name by which the task was asked for.
-
     Raises:
         TaskError: An option is wrong.
     """
@@ -100,11 +96,7 @@ class LanguageTask(TorchTask):
 
     @abstractmethod
     def encode(self, examples: list[Example]) -> Data:
-        """Turn examples into arrays.
-
-        Returns:
-            Inputs ``(n, longest)`` int32 token ids padded behind, and targets.
-        """
+        """Turn examples into arrays: inputs ``(n, longest)`` int32 token ids padded behind, and targets."""
 
     @override
     def load(self) -> tuple[Data, Data]:
@@ -154,11 +146,7 @@ class LanguageTask(TorchTask):
 
     @override
     def tensors(self, data: Data, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn examples into tensors, no longer than the longest of them.
-
-        Returns:
-            Token ids ``(n, longest)`` and targets, int64.
-        """
+        """Turn examples into int64 tensors, ids ``(n, longest)`` and targets, no longer than the longest of them."""
         arrays = np.asarray(data.inputs), data.targets
         ids, targets = (torch.tensor(trim(a) if a.ndim > 1 else a, dtype=torch.int64) for a in arrays)
         return ids.to(device), targets.to(device)
@@ -190,26 +178,14 @@ class ClassificationTask(LanguageTask):
 
     @override
     def encode(self, examples: list[Example]) -> Data:
-        """Turn examples into prompts.
-
-        Returns:
-            Inputs ``(n, longest)`` int32 token ids padded behind, targets ``(n,)`` class numbers.
-        """
+        """Turn examples into prompts; targets ``(n,)`` are class numbers."""
         _ = self.label_ids  # A tokenizer that does not fit is told before anything trains.
         fields = [example.fields for example in examples]
         rows = encode_prompts(self.tokenizer, self.prompt, fields, self.options.max_length)
         return Data(pad(rows), np.array([example.label for example in examples], np.int64))
 
     def logits(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the label words' logits.
-
-        Args:
-            model: The model.
-            inputs: Token ids, ``(n, length)``.
-
-        Returns:
-            ``(n, classes)`` float32.
-        """
+        """Compute the label words' logits, ``(n, classes)`` float32, of token ids ``(n, length)``."""
         labels = torch.tensor(self.label_ids, device=inputs.device)
         return label_logits(cast("PreTrainedModel", model), inputs, labels)
 
@@ -220,11 +196,7 @@ class ClassificationTask(LanguageTask):
 
     @override
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute loss and accuracy.
-
-        Returns:
-            ``loss`` and ``accuracy``, scalars, means over the examples.
-        """
+        """Compute ``loss`` and ``accuracy``, scalars, means over the examples."""
         logits = self.logits(model, inputs)
         hits = logits.argmax(dim=1) == targets
         return {"loss": self.criterion(logits, targets), "accuracy": hits.float().mean()}
