@@ -191,12 +191,14 @@ def _check_definite(block: Block, who: str) -> None:
     if not dampings.size:
         epsilon = 2.0**-8 if block.curvature.dtype == np.uint16 else 1e-5
         for _, packed, _ in block.tiles():
-            P = unpack_upper(packed.astype(np.float32))
+            # In units of its largest number, whose square would overflow from 1e19 on.
+            unit = float(np.abs(packed).max()) or 1.0
+            P = unpack_upper((packed / packed.dtype.type(unit)).astype(np.float32))
             np.einsum("ii->i", P)[...] += epsilon * np.linalg.norm(P) + np.finfo(np.float32).tiny
             try:
                 np.linalg.cholesky(P)
             except np.linalg.LinAlgError:
-                least = min(least, float(np.linalg.eigvalsh(P)[0]))
+                least = min(least, unit * float(np.linalg.eigvalsh(P)[0]))
     if least < 0:
         raise MessageError(
             block.spec.where(who),

@@ -43,7 +43,7 @@ from fedapps.messages.schema import (
     unpack_arrays,
 )
 from fedapps.settings import RoundSettings, Settings
-from fedapps.strategies.exchange import exchange
+from fedapps.strategies.exchange import exchange, is_remote
 from fedapps.strategies.roster import Roster
 from fedapps.strategies.rounds import FollowUp, Rounds, last_line, sample_partitions
 from fedapps.tasks.base import Task
@@ -421,7 +421,7 @@ class RoundStrategy(Strategy):
             logger.warning("a reply from node %d that nobody waits for is ignored", message.metadata.src_node_id)
             return
         if message.has_error():
-            self.rounds.receive(partition, None, self._reason_of(message, partition))
+            self.rounds.receive(partition, None, self._reason_of(phase, message, partition))
         elif not self._asked_again(phase, partition, message.content):
             self.receive(partition, message.content, phase.model)
 
@@ -466,10 +466,13 @@ class RoundStrategy(Strategy):
             phase.again.append(partition)
         return bool(lacks)
 
-    def _reason_of(self, message: Message, partition: int) -> str:
-        """Say why a client failed; a dead worker ends the run, since the simulation engine never replaces it."""
+    def _reason_of(self, phase: _Phase, message: Message, partition: int) -> str:
+        """Say why a client failed; a dead worker ends the run, since the simulation engine never replaces it.
+
+        A node of a SuperLink may send any code that it likes, and ends nothing by it.
+        """
         reason = (message.error.reason or "no reason given").strip()
-        if message.error.code == ACTOR_DIED:
+        if message.error.code == ACTOR_DIED and not is_remote(phase.grid):
             raise self.rounds.failure(
                 f"client {partition}: its worker process died "
                 f"({last_line(reason)}). The simulation engine never replaces a dead worker, so the run ends. Most "

@@ -9,6 +9,7 @@ from flwr.app import Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+from flwr.superlink.grid import HttpGrid
 from typing_extensions import override
 
 PULL_AT_ONCE = 8
@@ -92,3 +93,10 @@ class GridWrapper(Grid):
     @override
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return list(exchange(self, list(messages), timeout if timeout is not None else float("inf")))
+
+
+def is_remote(grid: Grid) -> bool:
+    """Tell whether the nodes are machines of their own, connected to a SuperLink, whatever the grid is wrapped in."""
+    while isinstance(grid, GridWrapper):
+        grid = grid.inner
+    return isinstance(grid, HttpGrid)

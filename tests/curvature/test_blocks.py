@@ -197,10 +197,11 @@ def _negative(spec: BlockSpec, least: float) -> np.ndarray:
     [
         (Block(LINEAR, _negative(LINEAR, -0.5), np.zeros((4, 6), np.float32)), "-0.5"),
         (Block(LINEAR, to_bfloat16(_negative(LINEAR, -0.5)), np.zeros((4, 6), np.float32)), "-0.49"),
+        (Block(LINEAR, 1e30 * _negative(LINEAR, -0.5), np.zeros((4, 6), np.float32)), r"-5e\+29"),
         (Block(LINEAR, np.array([-2.0], np.float32), np.zeros((4, 6), np.float32)), "-2"),
         (factor_block(LINEAR, factors_of(LINEAR, 2), [-0.3], np.zeros((4, 6)), WireDtype.FLOAT32), "-0.3"),
     ],
-    ids=["triangle", "bfloat16", "scaled identity", "factor"],
+    ids=["triangle", "bfloat16", "whose square overflows", "scaled identity", "factor"],
 )
 def test_a_curvature_with_a_negative_eigenvalue_is_refused_when_it_arrives(block: Block, least: str) -> None:
     """Folded, it would end the round for everybody in the solve."""

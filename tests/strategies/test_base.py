@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.superlink.grid import HttpGrid
 from typing_extensions import override
 
 import fedapps
@@ -19,6 +20,7 @@ from fedapps.messages.schema import payload_bytes
 from fedapps.settings import RoundSettings
 from fedapps.strategies import RoundStrategy
 from fedapps.strategies.base import mean_metrics
+from fedapps.strategies.exchange import GridWrapper
 from fedapps.strategies.rounds import FollowUp
 
 from .scripted_grid import FIRST_NODE, Answer, ScriptedGrid, evaluate, seat, train
@@ -235,6 +237,11 @@ def test_an_error_reply_is_a_failed_client_and_a_dead_worker_ends_the_run() -> N
     assert strategy.rounds.report.refused == {1: "Traceback\nMemoryError: x"}
     with pytest.raises(RoundFailedError, match=r"round 1, client 1: its worker process died \(MemoryError: x\)"):
         train(strategy_of(), ScriptedGrid(failing(0)), 1, MODEL)
+    # A machine of somebody else's says what it likes.
+    strategy, grid = strategy_of(), ScriptedGrid(failing(0))
+    grid.inner = object.__new__(HttpGrid)
+    train(strategy, GridWrapper(grid), 1, MODEL)
+    assert strategy.rounds.report.refused == {1: "Traceback\nMemoryError: x"}
 
 
 # Asking again ---------------------------------------------------------------------------------------------
