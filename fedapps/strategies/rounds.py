@@ -7,6 +7,7 @@ makes a round of these calls; `fedapps.strategies.base` connects it to Flower.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from logging import getLogger
@@ -396,7 +397,8 @@ class Rounds:
 
     def _refuse(self, partition: int, reason: str) -> None:
         if self._follow_up is not None:
-            reason = f"{self._follow_up.name}: {reason}"
+            # The reason may begin with the client, whom the note and the log name first.
+            reason = f"{self._follow_up.name}: " + re.sub(rf"^client {partition}[:,] ", "", reason)
             if not self._follow_up.required:
                 self.note(f"client {partition}, {reason[-REASON_LENGTH:]}")
                 return
@@ -475,7 +477,7 @@ class Rounds:
         return model
 
     def _finish(self) -> Arrays | None:
-        """Let the method end the round; if model or state would not be finite, take back its state as it was before."""
+        """Let the method end the round; if it cannot, or model or state would not be finite, take its state back."""
         method = self._method
         arrays, state = method.state_arrays(), method.state()
         try:
@@ -485,7 +487,7 @@ class Rounds:
                 check_finite(value, f"aggregation, tensor '{name}'")
             for name, value in method.state_arrays().items():
                 check_finite(value, f"aggregation, server state '{name}'")
-        except MessageError as problem:
+        except (MessageError, CurvatureError) as problem:
             method.load_state(state, self.last_folded)
             method.load_state_arrays(arrays)
             self._note_failed_round(str(problem))

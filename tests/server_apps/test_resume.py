@@ -111,6 +111,13 @@ def test_what_differs_is_named_and_can_be_accepted(
     assert left.folder.read_environment()["accepted-changes"] == [noted]
 
 
+def test_what_decides_only_about_rounds_to_come_may_change(tmp_path: Path) -> None:
+    runs.short_run(tmp_path / "run", {})
+    left = runs.short_run(tmp_path / "run", {**MORE, "second-node": "refused", "round-timeout": 9.0})
+    assert left.summary["rounds"] == 3
+    assert "accepted-changes" not in left.folder.read_environment()
+
+
 def test_a_checkpoint_of_an_earlier_version_is_accepted_and_said(tmp_path: Path, log: Any) -> None:
     """One that says nothing of what it was made with, beside settings without the keys that came later."""
     straight = runs.short_run(tmp_path / "straight", {"num-server-rounds": 3})

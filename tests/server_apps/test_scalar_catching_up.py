@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -137,6 +138,18 @@ def test_an_astray_replica_is_rebuilt_and_counted(
     assert [row["rebuilt"] for row in run.rows("train")] == [0, 0, 0, 1, 0, 0]
     assert "rebuild it from base and journal" in log.text
     assert journal_of(run) == journal_of(straight)
+
+
+def test_what_a_node_keeps_of_the_run_is_for_its_owner_only(tmp_path: Path, nodes: Callable[[int], Path]) -> None:
+    before = os.umask(0)
+    try:
+        tiny(tmp_path / "run", {"num-server-rounds": 2})
+    finally:
+        os.umask(before)
+    files = [path for path in (nodes(2) / "replicas").rglob("*") if path.is_file()]
+    assert "applied.jsonl" in {path.name for path in files}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (nodes(2) / "replicas").glob("*")} == {0o700}
 
 
 def led_astray(node: Path) -> None:

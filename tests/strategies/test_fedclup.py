@@ -9,6 +9,7 @@ import pytest
 from flwr.app import MetricRecord, RecordDict
 
 import fedapps
+from fedapps.defences import Defence
 from fedapps.errors import RosterError, SettingsError
 from fedapps.messages import pack_arrays
 from fedapps.messages.node_facts import NodeFacts
@@ -69,6 +70,20 @@ def one_round(
 
 def plan_of(strategy: FedCLUP, partition: int) -> RoundPlan:
     return RoundPlan.from_entries(strategy.records_for(partition, 0, MODEL)["config"])
+
+
+@pytest.mark.parametrize("stale", Stale)
+@pytest.mark.parametrize("defence", Defence)
+def test_a_defence_that_changes_replies_needs_a_sum_of_this_rounds_alone(defence: Defence, stale: Stale) -> None:
+    """A client takes its own last message for what the sum holds of it; multi-krum leaves replies as they are."""
+    own, settings = own_with(stale=stale), RoundSettings(defence=defence)
+    if defence in (Defence.NONE, Defence.MULTI_KRUM) or stale is Stale.REPLIES:
+        assert FedCLUP(settings, own=own).settings.defence is defence
+        return
+    with pytest.raises(
+        SettingsError, match=rf"'defence' of method 'fedclup': expected multi-krum, .*got {defence.value}"
+    ):
+        FedCLUP(settings, own=own)
 
 
 def test_the_step_is_gamma_lambda_times_the_sum_over_all_clients() -> None:

@@ -382,16 +382,16 @@ def test_a_malformed_reply_is_refused_and_leaves_the_sums_alone(
     assert all(new[n].tobytes() == v.tobytes() for n, v in without.items())
 
 
-def test_a_block_that_is_zero_on_every_client_is_an_error_that_names_it() -> None:
-    """Blocks that are zero everywhere.
-
-    With damping the block would be the plain mean; without it there is nothing to divide by.
-    """
+def test_a_block_that_is_zero_on_every_client_costs_the_round_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """With damping the block would be the plain mean; without it there is nothing to divide by, and no reply is at fault."""
     strategy = FedPM()
     strategy.rounds.begin(1, MODEL, [0])
     strategy.receive(0, reply_of(MODEL, np.zeros((5, 5))), MODEL)
-    with pytest.raises(ArithmeticError, match=r"layer 'fc', server: .*set a damping > 0"):
-        strategy.rounds.end()
+    assert strategy.rounds.end() is None
+    assert strategy.rounds.report.refused == {}
+    assert "round 1: layer 'fc', server: expected a positive definite curvature block" in caplog.text
+    assert "set a damping > 0" in caplog.text
+    mix(strategy, {0: reply_of(trained(0), curvature(0))})
 
 
 def test_no_reply_leaves_the_model() -> None:

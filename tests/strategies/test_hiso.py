@@ -112,6 +112,22 @@ def test_aggregation_and_clip_are_those_of_the_settings() -> None:
     assert np.linalg.norm(kept(made).journal.records[0].scalars) == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize(("value", "accepted"), [(9e14, True), (-2e15, False)])
+def test_scalars_whose_square_would_overflow_h_leave_the_journal_as_it_was(
+    caplog: pytest.LogCaptureFixture, value: float, accepted: bool
+) -> None:
+    """All clients agree on it, so that no median refuses it: the sum itself is looked at."""
+    made = strategy()
+    play(made, 1, dict.fromkeys(range(3), GOOD))
+    before = kept(made).journal.to_text()
+    outcome = play(made, 2, dict.fromkeys(range(3), scalars(*GOOD[:5], value)))
+    assert (outcome is not None, made.rounds.report.accepted) == (accepted, accepted)
+    assert (kept(made).journal.to_text() != before) == accepted
+    assert ("the clients' scalars: expected at most 1e+15" in caplog.text) != accepted
+    assert made.rounds.report.refused == {}
+    assert np.isfinite(made.model()["w"]).all()
+
+
 MALFORMED = {
     "NaN": (reply(1, [np.nan] * 6), "expected finite scalars, got nan among 6"),
     "infinite": (reply(1, [*GOOD[:5], np.inf]), "expected finite scalars, got inf"),
@@ -384,7 +400,7 @@ def test_a_client_that_lost_its_journal_before_it_confirms_has_no_vote() -> None
     assert [message.metadata.dst_node_id - FIRST_NODE for message in grid.sent] == [0, 1, 2] * 2
     assert kept(made).journal.records[-1].fingerprint == R1.hex()
     (note,) = made.rounds.report.notes
-    assert note.startswith("client 1, confirmation: ")
+    assert note.startswith("client 1, confirmation: expected the fingerprint")
     assert made.rounds.report.values["resent"] == 0
 
 

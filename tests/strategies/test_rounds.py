@@ -164,6 +164,29 @@ def test_failed_rounds_in_a_row_end_the_run_and_an_accepted_one_starts_the_count
             each.end()
 
 
+@pytest.mark.parametrize("error", [MessageError, CurvatureError])
+def test_a_round_that_the_method_cannot_end_changes_nothing_and_counts_as_failed(
+    caplog: pytest.LogCaptureFixture, error: type[MessageError | CurvatureError]
+) -> None:
+    class Singular(Total):
+        def finish(self) -> Arrays:
+            if not self.finished:
+                self.finished += 1
+                raise error("layer 'fc'", expected="a positive definite block", got="one that is zero everywhere")
+            return super().finish()
+
+    rounds, _ = begun([0], Singular())
+    rounds.receive(0, reply_of(0))
+    assert rounds.end() is None
+    assert (rounds.report.accepted, rounds.failed_in_a_row, rounds.last_folded) == (False, 1, {})
+    assert "round 1: layer 'fc': expected a positive definite block" in caplog.text
+    assert "the model is unchanged" in caplog.text
+    rounds.begin(2, MODEL, [0])
+    rounds.receive(0, reply_of(0))
+    assert rounds.end() == {"x": np.array([1.0])}
+    assert rounds.failed_in_a_row == 0
+
+
 FAILURES: dict[str, tuple[Callable[[Rounds], object], str]] = {
     "error": (lambda rounds: rounds.receive(1, None, "sensor offline"), "sensor offline"),
     "malformed": (lambda rounds: rounds.receive(1, reply_of(1, -1.0)), "client 1: expected a number of at least 0"),
@@ -249,7 +272,7 @@ def test_who_gives_no_answer_counts_only_where_none_is_required(required: bool) 
     assert method.answered == [("vote", 0)]
     reasons = {
         1: "vote: sensor offline",
-        2: "vote: client 2: expected an answer, got {}",
+        2: "vote: expected an answer, got {}",
         3: "vote: no reply within 3600 s",
     }
     assert method.enough == [True, not required]

@@ -8,6 +8,7 @@ import http.server
 import importlib
 import importlib.util
 import json
+import os
 import resource
 import shutil
 import socket
@@ -413,6 +414,20 @@ def test_the_revision_of_a_hub_model_is_the_commit_in_the_cache(tmp_path: Path, 
     (tmp_path / "config.json").write_text("{}")
     put_in_cache(cache, "facebook/opt-125m", tmp_path, "config.json")
     assert identify("facebook/opt-125m") == FirstModel("facebook/opt-125m", COMMIT, published=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_saved_model_is_as_readable_as_the_umask_says(tmp_path: Path, tiny: ModuleType, umask: int) -> None:
+    """It is meant to be published, but the weights would be made for their owner only."""
+    folder = str(tiny.tiny_folder(tmp_path / "model"))
+    before = os.umask(umask)
+    try:
+        save_plain(load_causal_lm(folder, torch.float32), load_tokenizer(folder), tmp_path / "saved")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "saved").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o666 & ~umask}
 
 
 def test_a_disk_that_cannot_take_the_weights_is_an_oserror(tmp_path: Path, tiny: ModuleType) -> None:
