@@ -17,6 +17,7 @@ from fedapps.settings import RoundSettings
 from fedapps.strategies.fedavgm import FedAvgM
 from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedpm import FedPM
+from fedapps.strategies.rounds import REFERENCE_ROUNDS
 from fedapps.zeroth_order.wire import pack_scalars, unpack_scalars
 
 from ..simulation.runs import short_run
@@ -111,3 +112,13 @@ def test_a_defended_run_ends(tmp_path: Path, defence: str, buffer_mb: float) -> 
 def test_fedpm_refuses_a_median_of_curvature() -> None:
     with pytest.raises(SettingsError, match=r"'defence' of method 'fedpm'.*clip or multi-krum.*median"):
         FedPM(RoundSettings(defence="median"))
+
+
+@pytest.mark.parametrize(("quiet", "accepted"), [(REFERENCE_ROUNDS - 1, True), (REFERENCE_ROUNDS, False)])
+def test_rounds_of_clients_that_have_nothing_left_to_learn_do_not_bound_the_others(quiet: int, accepted: bool) -> None:
+    strategy = FedAvgM(RoundSettings(max_update_ratio=100))
+    for number, norm in enumerate([1.0] + quiet * [1e-3] + [1.0], 1):
+        strategy.rounds.begin(number, MODEL, [0])
+        strategy.rounds.receive(0, Reply(0, 1, {}, {"x": np.array([norm, 0, 0], np.float32)}))
+        strategy.rounds.end()
+    assert strategy.rounds.report.accepted is accepted
