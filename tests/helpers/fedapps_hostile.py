@@ -391,7 +391,7 @@ def mangle(content: RecordDict, r: random.Random) -> str:
 
 MOST_EFFECT = 200.0
 """How far a round may go with one liar among five, in units of the round without it: ``max-update-ratio`` = 100 times the
-greatest median norm of the rounds before, weighted by 1/5, over the norm of the mean update, which is below that of the updates."""
+greatest median norm of the rounds before, weighted by 1/5, over the norm of the mean update, which is less than theirs."""
 
 ERRORS = ("", "a[/x] b[bold]c", "x" * 1_000_000, "\x00\x1b[2J", "No query function registered", "line\n" * 10_000)
 
