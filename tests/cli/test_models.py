@@ -12,6 +12,7 @@ for needed in ("transformers", "gguf", "accelerate", "pip"):
     pytest.importorskip(needed)
 
 
+@pytest.mark.slow
 def test_list_and_get(
     call: Callable[..., str], own_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_run_prints_a_line_a_round_a_summary_and_leaves_the_folder(
     assert "round 2/2: 3 of 3 clients" in (folder.path / "flower.log").read_text()
 
 
+@pytest.mark.slow
 def test_resume_takes_settings_and_clients_from_the_folder(call: Call, sites: list[str], tmp_path: Path) -> None:
     call("run", "--method", "fedavg", *sites, "--out", str(tmp_path))
     folder = only_run(tmp_path)
@@ -57,6 +58,7 @@ def test_a_resume_with_another_number_of_clients_is_refused(call: Call, sites: l
     assert "round   3" in call(*resume, "--clients", "3")
 
 
+@pytest.mark.slow
 def test_what_a_resume_would_change_is_named_and_accepted_on_request(
     call: Call, sites: list[str], tmp_path: Path
 ) -> None:

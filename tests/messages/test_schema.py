@@ -130,6 +130,10 @@ MALFORMED = {
     "zero examples": (_set("metrics", "num-examples", 0), "expected a positive integer, got 0"),
     "negative examples": (_set("metrics", "num-examples", -3), "expected a positive integer, got -3"),
     "a fraction of examples": (_set("metrics", "num-examples", 2.5), "expected a positive integer, got 2.5"),
+    "many metrics": (
+        lambda c: c.__setitem__("metrics", MetricRecord({"num-examples": 7} | {f"m{i}": 1.0 for i in range(200)})),
+        "expected at most 200 metrics",
+    ),
     "an unknown tensor": (
         _set("arrays", "fc.wieght", np.zeros(1)),
         "record 'arrays', tensor 'fc.wieght': expected a tensor of the model that was sent out, got an unknown name",

@@ -94,6 +94,7 @@ def test_an_answer_that_does_not_come_is_an_error(flower: FakeFlower, monkeypatc
         flower.cli.info("17")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
 def test_a_run_whose_submission_is_interrupted_is_stopped(flower: FakeFlower) -> None:
     flower.answers("run", {"success": True, "run-id": "17"}, seconds=1.0)

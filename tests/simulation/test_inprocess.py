@@ -46,6 +46,7 @@ def asked(grid: InProcessGrid, seconds: list[float], timeout: float) -> dict[int
     return {grid.partitions[reply.metadata.src_node_id]: int(reply.content["reply"]["process"]) for reply in replies}
 
 
+@pytest.mark.slow
 def test_the_worker_of_a_client_that_hangs_is_replaced_for_the_next_exchange(grid: InProcessGrid) -> None:
     first = asked(grid, [0.0, 600.0, 0.0], 2.0)
     assert set(first) == {0}
@@ -55,6 +56,7 @@ def test_the_worker_of_a_client_that_hangs_is_replaced_for_the_next_exchange(gri
     assert grid.close() == []
 
 
+@pytest.mark.slow
 def test_the_end_does_not_wait_for_a_client_and_names_it(grid: InProcessGrid) -> None:
     assert asked(grid, [600.0], 1.0) == {}
     started = time.monotonic()

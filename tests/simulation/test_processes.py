@@ -110,6 +110,7 @@ def test_a_service_that_ends_at_once_is_an_error_with_its_last_words(program: st
     assert not service.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_service_that_never_listens_is_an_error_after_a_bounded_wait(program: str) -> None:
     service = Service(program, ["deaf"])
     service.start()

@@ -47,6 +47,7 @@ def test_sessions_opened_by_members_are_found_and_no_others(service: tuple[subpr
     assert os.getpid() not in members(sessions_of({leader.pid}))
 
 
+@pytest.mark.slow
 def test_a_helper_in_its_own_session_that_ignores_sigterm_is_ended(
     service: tuple[subprocess.Popen[str], int],
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_helper_in_its_own_session_that_ignores_sigterm_is_ended(
     assert not Path(f"/proc/{child}/exe").exists()
 
 
+@pytest.mark.slow
 def test_a_helper_is_ended_after_its_leader_is_gone(service: tuple[subprocess.Popen[str], int]) -> None:
     leader, child = service
     sessions = sessions_of({leader.pid})
@@ -65,6 +67,7 @@ def test_a_helper_is_ended_after_its_leader_is_gone(service: tuple[subprocess.Po
     assert end_sessions(leader.pid, sessions, settle=0.2) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "ends"),
     [

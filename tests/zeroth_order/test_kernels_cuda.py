@@ -48,6 +48,7 @@ def check(code: str, operations: set[str]) -> None:
     assert not re.findall(r"\b(?:add|sub|mul)\.f32", code)
 
 
+@pytest.mark.slow
 def test_every_format_and_rule_of_the_dispatcher_is_compiled() -> None:
     assert set(FORMATS) == set(NumberFormat)
     assert set(backend_triton._RULE_CODES) == set(FUSED)

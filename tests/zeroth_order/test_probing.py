@@ -328,6 +328,7 @@ def test_a_loss_that_is_not_finite_comes_back_as_it_is() -> None:
     assert not np.isfinite(result.scalars).any()
 
 
+@pytest.mark.slow
 def test_memory_holds_one_materialised_tensor_at_a_time() -> None:
     """Sixteen layers of 1 MiB: a probe allocates in NumPy little more than the largest of them."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))

