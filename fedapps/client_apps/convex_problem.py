@@ -65,7 +65,7 @@ class ConvexProblem(LocalProblem):
         def blocks(wire: WireDtype) -> tuple[Block, ...]:
             return (triangle_block(spec, [P], (theta - w)[None], wire),)
 
-        return Preconditioned({WEIGHTS: theta}, {}, self._whole.loss(theta), Layout((spec,)), blocks)
+        return Preconditioned({WEIGHTS: theta}, {}, self._whole.loss(theta), Layout((spec,)), (), blocks)
 
     @override
     def move_with_copy(self, received: Arrays, theta: Arrays, config: PFedMeConfig) -> tuple[Trained, Trained]:

@@ -7,12 +7,13 @@ In its line search (arXiv 2109.02388) a client measures its loss along the avera
 
 from __future__ import annotations
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fedapps.client_apps.fedavg import reply
 from fedapps.client_apps.problem import local_problem
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.line_search import along
+from fedapps.messages.blocks import LAYOUT
 from fedapps.messages.line_search import DIRECTION, LINE_SEARCH, STEPS, pack_losses
 
 
@@ -23,12 +24,16 @@ def train(work: ClientWork) -> RecordDict:
         work: The round.
 
     Returns:
-        The content of the reply: the whole model after training, or the losses.
+        The content of the reply: the whole model after training, with what was preconditioned if that is less than the
+        handshake said; or the losses.
     """
     if LINE_SEARCH in work.records:
         return losses_along(work)
     trained = local_problem(work).descend_preconditioned(work.arrays)
-    return reply(trained.arrays, trained.buffers, work, trained.loss)
+    content = reply(trained.arrays, trained.buffers, work, trained.loss)
+    if trained.unseen:
+        content[LAYOUT] = ConfigRecord({LAYOUT: trained.layout.to_json()})
+    return content
 
 
 def losses_along(work: ClientWork) -> RecordDict:

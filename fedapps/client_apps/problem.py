@@ -72,11 +72,13 @@ class Preconditioned(Trained):
     """A model after steps that were divided by curvature.
 
     Attributes:
-        layout: Which tensors share a block.
+        layout: Which tensors share a block, and why the others have none.
+        unseen: Layers that would have a block by the model alone, but whose inputs were not seen in this round.
         blocks: Gives ``P`` of the last step and ``M = (W_i - W) P`` of every block, in the numbers that are asked for.
     """
 
     layout: Layout
+    unseen: tuple[str, ...]
     blocks: Callable[[WireDtype], Sequence[Block]]
 
 

@@ -89,7 +89,7 @@ class TorchProblem(LocalProblem):
                 self._show_all(model, foof)
             trained = self._train(model, lambda: foof.step(work.lr))
         warn_of_damping(work, foof.added_damping)
-        return Preconditioned(trained.arrays, trained.buffers, trained.loss, foof.layout, foof.blocks)
+        return Preconditioned(trained.arrays, trained.buffers, trained.loss, foof.layout, foof.unseen, foof.blocks)
 
     @override
     def move_with_copy(self, received: Arrays, theta: Arrays, config: PFedMeConfig) -> tuple[Trained, Trained]:

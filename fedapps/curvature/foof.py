@@ -15,9 +15,11 @@ symbol            identifier        shape                 meaning
 ``M``             ``product``       (out, width)          ``(W_i - W) P`` of the whole round, which travels
 ================  ================  ====================  ==============================================================
 
-A layer with groups has one ``P`` for each, and a layer wider than ``max_width`` a block-diagonal one. Every parameter without
-a block takes a plain gradient step, as does a layer that had a gradient before it had an input. Blocks are float32, for
-half-precision models too, or float64 if the model is.
+A layer with groups has one ``P`` for each, and a layer wider than ``max_width`` a block-diagonal one. Rows are the positions
+that hold data (`fedapps.curvature.layers.count_only`), by default all. Every parameter without a block takes a plain gradient
+step, as does a layer whose inputs were not seen: its gradient came without a call, or it was called inside ``torch.vmap`` or
+another of torch's function transforms; it has no block in that round. Blocks are float32, for half-precision models too, or
+float64 if the model is.
 
 Departures from the paper, which is ``estimate = last-batch``, ``refresh = 1``, ``max_rows = 0``, ``max_width = 0``: the other
 estimates; a ``P`` that is kept for several steps; a sample of the rows; and damping that rises when a factorisation fails,
@@ -39,10 +41,16 @@ from torch.utils.hooks import RemovableHandle
 
 from fedapps.curvature.blocks import Block, WireDtype, factor_block, identity_block, triangle_block
 from fedapps.curvature.gram import Divisor, Gram, cheaper_through_rows, divide, factorise, widened
-from fedapps.curvature.layers import count_rows, input_moment, input_rows, model_layout
+from fedapps.curvature.layers import count_rows, counted_rows, input_moment, input_rows, model_layout
 from fedapps.curvature.layout import BlockSpec, Layout
 from fedapps.curvature.solve import not_finite
 from fedapps.errors import explain
+
+NOT_CALLED = "its gradient came without a call of the layer: compiled code, or a use of its weight elsewhere"
+"""Why a layer has no block in a round, as `fedapps.curvature.layout.Layout` says it."""
+
+TRANSFORMED = "called inside torch.vmap or another of torch's function transforms"
+"""The same."""
 
 
 class Estimate(StrEnum):
@@ -73,6 +81,8 @@ class _LayerState:
         estimated_at: Number of the step at which ``A`` was estimated.
         stale: Whether ``A`` is newer than ``divisors``.
         took_plain_step: Whether it took a step without a block.
+        called: Whether it was called with gradients since the last step.
+        unseen: Why its inputs are not known, from the first step on that had a gradient of unknown inputs; "" while they are.
         added_damping: The largest damping that a step needed beyond the one asked for.
     """
 
@@ -86,6 +96,8 @@ class _LayerState:
     estimated_at: int = 0
     stale: bool = False
     took_plain_step: bool = False
+    called: bool = False
+    unseen: str = ""
     added_damping: float = 0.0
 
 
@@ -227,7 +239,10 @@ class FoofPreconditioner:
     def _collector(self, state: _LayerState) -> Any:
         def collect(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
-            if not module.training or not self._collects(state, x):
+            state.called = state.called or torch.is_grad_enabled()
+            if torch._C._functorch.maybe_current_level() is not None:
+                state.unseen = TRANSFORMED
+            if not module.training or state.unseen or not self._collects(state, x):
                 return
             # Under autocast the product would be taken in half precision.
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -242,27 +257,33 @@ class FoofPreconditioner:
         due = self._num_steps % self._refresh == 0 or not state.A
         # A batch of few rows says nothing of most directions, so the next batch would be divided by the damping alone there:
         # a step ten times too long, and clients with few examples diverged. After several batches that is over.
-        count = count_rows(state.module, x, where=state.spec.where(self._where))
-        rows = min(count, self._max_rows or state.spec.width)
+        rows = min(self._count(state, x), self._max_rows or state.spec.width)
         early = self._num_steps < self._refresh and rows < state.spec.width
         return torch.is_grad_enabled() and (due or early)
 
     def _collect(self, state: _LayerState, x: torch.Tensor) -> None:
         """Add the rows of one forward call."""
         spec, where = state.spec, state.spec.where(self._where)
-        count = count_rows(state.module, x, where=where)
+        count = self._count(state, x)
         if count == 0:
             return
-        chosen = None
+        chosen = counted_rows(state.module, x, where=where)
         if 0 < self._max_rows < count:
-            chosen = torch.randperm(count, generator=self._random)[: self._max_rows].sort().values.to(x.device)
-        elif not spec.cut and not self._keeps_rows(state, 0, count):
+            sample = torch.randperm(count, generator=self._random)[: self._max_rows].sort().values.to(x.device)
+            chosen = sample if chosen is None else chosen[sample]
+        elif chosen is None and not spec.cut and not self._keeps_rows(state, 0, count):
             moment = input_moment(state.module, x, where=where)
             if moment is not None:
                 self._add(state, [Gram.of_matrix(moment)], count)
                 return
         rows = input_rows(state.module, x, chosen, where=where)
         self._add(state, [Gram.of_rows(rows[:, :, columns]) for columns in spec.columns], rows.shape[1])
+
+    def _count(self, state: _LayerState, x: torch.Tensor) -> int:
+        """Count the rows of one forward call that hold data."""
+        where = state.spec.where(self._where)
+        counted = counted_rows(state.module, x, where=where)
+        return count_rows(state.module, x, where=where) if counted is None else len(counted)
 
     def _add(self, state: _LayerState, sums: list[Gram], count: int) -> None:
         joined = [old.plus(new) for old, new in zip(state.pending, sums, strict=True)] if state.pending else sums
@@ -301,9 +322,12 @@ class FoofPreconditioner:
 
     def _step_block(self, state: _LayerState, lr: float) -> bool:
         parameters, spec = self._parameters(state.spec), state.spec
+        called, state.called = state.called, False
         if all(p.grad is None for p in parameters):
             return False
-        if not state.A:
+        if not called:
+            state.unseen = state.unseen or NOT_CALLED
+        if state.unseen or not state.A:
             state.took_plain_step = True
             return False
         if state.stale:
@@ -333,8 +357,10 @@ class FoofPreconditioner:
 
     @property
     def layout(self) -> Layout:
-        """Which parameters have a block and which are only averaged."""
-        return self._layout
+        """Which parameters have a block and which are only averaged; a layer whose inputs were not seen has none."""
+        unseen = {name: s.unseen for s in self._layers if s.unseen for name in s.spec.parameters}
+        blocks = tuple(spec for spec in self._layout.blocks if not unseen.keys() & spec.parameters)
+        return Layout(blocks, {**self._layout.averaged, **unseen})
 
     @property
     def added_damping(self) -> dict[str, float]:
@@ -342,9 +368,14 @@ class FoofPreconditioner:
         return {state.spec.layer: state.added_damping for state in self._layers if state.added_damping > 0}
 
     @property
+    def unseen(self) -> tuple[str, ...]:
+        """Layers that have no block in this round since their inputs were not seen."""
+        return tuple(state.spec.layer for state in self._layers if state.unseen)
+
+    @property
     def without_input(self) -> tuple[str, ...]:
         """Layers that took no step with a block in this round, so that their ``P`` is a multiple of the identity."""
-        return tuple(state.spec.layer for state in self._layers if not state.divisors)
+        return tuple(state.spec.layer for state in self._layers if not state.unseen and not state.divisors)
 
     @torch.no_grad()
     def blocks(self, dtype: WireDtype = WireDtype.FLOAT32) -> tuple[Block, ...]:
@@ -353,7 +384,7 @@ class FoofPreconditioner:
         A layer that took no step with a block has no input covariance, ``A = 0``: its ``P`` is ``damping I``; or ``I`` if
         it took plain gradient steps, which divide by that.
         """
-        return tuple(self._block(state, dtype) for state in self._layers)
+        return tuple(self._block(state, dtype) for state in self._layers if not state.unseen)
 
     def _block(self, state: _LayerState, dtype: WireDtype) -> Block:
         W = widened(_matrix(state.spec, self._parameters(state.spec)))

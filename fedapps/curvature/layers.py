@@ -16,14 +16,21 @@ known.
 
 A bias is folded in as a trailing 1 of every row, for all types alike. A parameter has no block, and is averaged, if its
 layer has no registered type or an option that the type does not know, if it belongs to two layers (tied weights stay tied),
-or if its weight is frozen while its bias is not.
+if its weight is frozen while its bias is not, or if the layer may compute something else than its type does: one that is
+compiled, or of which a method behind ``forward`` was replaced.
+
+Positions that hold no data, such as padding, are inputs of a layer like any other. `count_only` leaves them out of the rows.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -42,6 +49,36 @@ RowsT = TypeVar("RowsT", bound=Rows)
 
 SHARED = "shared by several layers"
 """Why a tied parameter has no block: it would need one matrix for inputs of different layers."""
+
+COMPILED = "compiled by torch.compile, which need not show what a layer sees"
+"""Why a layer in compiled code has no block: hooks that come after the compilation may not be called."""
+
+_counting: ContextVar[torch.Tensor | None] = ContextVar("_counting", default=None)
+"""The positions that `count_only` has set, ``(n, ...)``."""
+
+
+@contextmanager
+def count_only(positions: torch.Tensor) -> Iterator[None]:
+    """Say, around a forward pass, which positions of its inputs are data; no other becomes a row of a curvature block.
+
+    It belongs where the model is called, such as the ``forward`` of a model or the ``loss`` of a task of one's own::
+
+        with count_only(tokens != PAD):
+            hidden = self.encoder(tokens)
+
+    It applies to each layer call whose rows come position by position: input ``(n, length, ..., in)`` or
+    ``(n * length, in)``, and convolutions with as many output positions. Of all other calls, as that of a head on
+    ``(n, in)``, every row counts.
+
+    Args:
+        positions: Whether a position is data, bool ``(n, length)``, or of more dimensions, in the order in which the layers
+            see them: ``(length, n)`` for a model whose batch is its second dimension.
+    """
+    token = _counting.set(positions.detach().bool())
+    try:
+        yield
+    finally:
+        _counting.reset(token)
 
 
 @dataclass(frozen=True)
@@ -157,6 +194,32 @@ def count_rows(module: nn.Module, x: torch.Tensor, *, where: str = "") -> int:
     return int(_checked_rows(module, kind.rows(module, x.detach()), where).shape[1])
 
 
+def counted_rows(module: nn.Module, x: torch.Tensor, *, where: str = "") -> torch.Tensor | None:
+    """Give the numbers of the rows of one forward call that hold data, ``(k,)``, by `count_only`; None if all do.
+
+    Raises:
+        CurvatureError: The positions are stated in another order than that of the layer's input.
+    """
+    positions = _counting.get()
+    if positions is None:
+        return None
+    shape, count = tuple(positions.shape), count_rows(module, x, where=where)
+    by_position = _known_type(module).num_rows is None  # rows are the leading dimensions of the input
+    leading = tuple(x.shape[: len(shape)])
+    if not by_position or leading != shape:
+        if by_position and len(shape) == 2 and leading == shape[::-1] and x.dim() > 2:
+            raise CurvatureError(
+                f"{where}, count_only" if where else "count_only",
+                expected=f"positions of shape {leading}, as the layer's input has them",
+                got=f"{shape}",
+                do="give them transposed: the batch is the second dimension of this model",
+            )
+        if count != positions.numel() or x.shape[0] not in (shape[0], count):
+            return None
+    every = positions.flatten().repeat_interleave(count // positions.numel())
+    return every.to(x.device).nonzero()[:, 0]
+
+
 def input_moment(module: nn.Module, x: torch.Tensor, *, where: str = "") -> torch.Tensor | None:
     """Sum the outer products of the rows of one forward call, ``(groups, width, width)``; None if its type has no fast way.
 
@@ -237,14 +300,40 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_type(module: nn.Module) -> LayerType | None:
-    """Find the registered type of a layer; None if it has none, as a subclass with its own ``forward``."""
-    for base in type(module).__mro__:
-        if not issubclass(base, nn.Module):
-            continue
-        kind = _LAYER_TYPES.get(base) or _BY_NAME.get((base.__module__, base.__name__))
-        if kind is not None:
-            return kind if type(module).forward is base.forward else None
+    """Find the registered type of a layer; None if it has none, or need not compute what its type does."""
+    base = _registered_base(module)
+    return None if base is None or _replaced_method(module, base) is not None else _type_of(base)
+
+
+def _registered_base(module: nn.Module) -> type[nn.Module] | None:
+    bases = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
+    return next((base for base in bases if _type_of(base) is not None), None)
+
+
+def _type_of(base: type[nn.Module]) -> LayerType | None:
+    return _LAYER_TYPES.get(base) or _BY_NAME.get((base.__module__, base.__name__))
+
+
+def _replaced_method(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """Name the first method behind a call of the layer that is not its type's own; None if all are."""
+    for name in _methods_behind_call(base):  # type: ignore[arg-type]  # typeshed: a class would not be hashable
+        if name in module.__dict__ or getattr(type(module), name) is not getattr(base, name):
+            return name
     return None
+
+
+@cache
+def _methods_behind_call(base: type[nn.Module]) -> tuple[str, ...]:
+    """List ``forward`` and the methods of the class that it calls, directly or not, by the names in their code."""
+    found, left = ["__call__"], ["forward"]
+    while left:
+        name = left.pop()
+        found.append(name)
+        code = getattr(inspect.unwrap(getattr(base, name)), "__code__", None)
+        for used in code.co_names if code is not None else ():
+            if used not in found + left and inspect.isfunction(getattr(base, used, None)):
+                left.append(used)
+    return tuple(found)
 
 
 def trainable_bias(module: nn.Module) -> nn.Parameter | None:
@@ -267,8 +356,11 @@ def model_layout(model: nn.Module, *, max_width: int = 0) -> Layout:
     uses = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     blocks: list[BlockSpec] = []
     averaged: dict[str, str] = {}
+    compiled = [f"{layer}." if layer else "" for layer, module in model.named_modules() if _is_compiled(module)]
     for layer, module in model.named_modules():
         reason = _why_averaged(module, uses)
+        if reason is None and f"{layer}.".startswith(tuple(compiled)):
+            reason = COMPILED
         if reason is None:
             blocks.append(_spec(layer, module, names, max_width))
         covered = blocks[-1].parameters if reason is None else ()
@@ -279,10 +371,19 @@ def model_layout(model: nn.Module, *, max_width: int = 0) -> Layout:
     return Layout(tuple(blocks), averaged)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module was wrapped by ``torch.compile(module)``, or compiled in place by ``module.compile()``."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _why_averaged(module: nn.Module, uses: Counter[nn.Parameter]) -> str | None:
-    kind = layer_type(module)
-    if kind is None:
+    base = _registered_base(module)
+    kind = None if base is None else _type_of(base)
+    if base is None or kind is None or type(module).forward is not base.forward:
         return f"{type(module).__name__} has no block"
+    replaced = _replaced_method(module, base)
+    if replaced is not None:
+        return f"its {replaced} is not that of {base.__name__}"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its layer's weight is computed from other parameters"

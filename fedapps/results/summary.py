@@ -24,7 +24,7 @@ _NOT_METRICS = {"round", "phase", "seconds", *BYTE_KEYS}
 COLUMNS = frozenset(
     {
         "round", "phase", "seconds", *BYTE_KEYS, "sampled", "folded", "refused", "accepted", "lr", "notes",
-        "preconditioned", "averaged", "maximum", "partition", "num-examples",
+        "preconditioned", "averaged", "averaged-since", "maximum", "partition", "num-examples",
     }
 )  # fmt: skip
 """Columns of the run's own in its rows, whether or not a row has them."""

@@ -266,6 +266,8 @@ def _check_partitions(state: _Run) -> None:
         logger.info("%s", state.task.summary(now))
         for how, names in _treatment(state).items():
             logger.info("%s: %s", how, ", ".join(names) or "nothing")
+        for reason, names in _reasons(state).items():
+            logger.info("averaged since %s: %s", reason, ", ".join(names))
     elif now != state.num_partitions:
         raise CheckpointError(
             f"resume of {state.folder.path}",
@@ -277,13 +279,22 @@ def _check_partitions(state: _Run) -> None:
 
 def _treatment(state: _Run) -> dict[str, list[str]]:
     """Sort the tensors of the model by what happens to them; nothing for methods without curvature, or if not known yet."""
-    preconditioned = state.strategy.preconditioned()
-    if preconditioned is None:
+    layout = state.strategy.curvature_layout()
+    if layout is None:
         return {}
+    preconditioned = layout.preconditioned
     others = [name for name in state.arrays if name not in preconditioned]
     averaged = [name for name in others if np.issubdtype(state.arrays[name].dtype, np.floating)]
     maximum = [name for name in others if name not in averaged]
     return {"preconditioned": list(preconditioned), "averaged": averaged, "maximum": maximum}
+
+
+def _reasons(state: _Run) -> dict[str, list[str]]:
+    """Say why trainable tensors have no block: reason -> tensors."""
+    layout, reasons = state.strategy.curvature_layout(), dict[str, list[str]]()
+    for name, reason in ({} if layout is None else layout.averaged).items():
+        reasons.setdefault(reason, []).append(name)
+    return reasons
 
 
 def _check_model(arrays: Arrays, server_round: int) -> None:
@@ -322,6 +333,8 @@ def _train_row(
     }  # fmt: skip
     if not any("preconditioned" in earlier for earlier in state.rows):
         row |= _treatment(state)
+        if reasons := _reasons(state):
+            row["averaged-since"] = reasons
     row |= report.values
     if report.notes:
         row["notes"] = report.notes

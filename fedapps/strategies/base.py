@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from typing_extensions import override
 
 from fedapps.averaging import check_averageable
+from fedapps.curvature.layout import Layout
 from fedapps.defences import update_norm
 from fedapps.errors import MessageError
 from fedapps.messages.schema import (
@@ -247,13 +248,29 @@ class RoundStrategy(Strategy):
         """
         return ""
 
-    def preconditioned(self) -> Collection[str] | None:
-        """Name the tensors that the clients precondition.
+    def curvature_layout(self) -> Layout | None:
+        """Say which tensors the clients precondition, and why not the others.
 
         Returns:
-            The names; None for a method without curvature, or if it is not known yet.
+            The layout; None for a method without curvature, or if it is not known yet.
         """
         return None
+
+    def note_plain_steps(self, layout: Layout, where: str) -> None:
+        """Note, once, what a client did not precondition although the handshake said so."""
+        told = self.roster.layout()
+        lost = {n: layout.averaged[n] for n in ([] if told is None else told.preconditioned) if n in layout.averaged}
+        for reason in dict.fromkeys(lost.values()):
+            names = ", ".join(name for name in lost if lost[name] == reason)
+            self.note_once(f"plain steps with {names}", f"{where}: plain gradient steps with {names} ({reason})")
+
+    def note_nothing_preconditioned(self, layout: Layout) -> None:
+        """Note, every round that it is so, that no client preconditioned anything; ``layout`` is one of theirs."""
+        reasons = "; ".join(dict.fromkeys(layout.averaged.values()))
+        self.rounds.note(
+            "NOTHING IS PRECONDITIONED: all steps are plain gradient steps, so that this is FedAvg under another name"
+            f" ({reasons})"
+        )
 
     def check_model(self, arrays: Arrays) -> None:
         """Refuse a model that the method cannot train, with a `TaskError`: one that cannot be averaged."""

@@ -12,7 +12,7 @@ they are integers, the maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any
@@ -86,8 +86,8 @@ class FedPM(RoundStrategy):
         self._read: tuple[Reply, Layout, list[Block]] | None = None
 
     @override
-    def preconditioned(self) -> Collection[str] | None:
-        return None if self.layout is None else self.layout.preconditioned
+    def curvature_layout(self) -> Layout | None:
+        return self.layout
 
     @override
     def announced(self, model: Arrays) -> Announced:
@@ -146,6 +146,7 @@ class FedPM(RoundStrategy):
             self.layout = layout
             for line in layout.report(self._model).splitlines():
                 logger.info("%s", line)
+        self.note_plain_steps(layout, reply.where)
 
     def _check_layout(self, layout: Layout, where: str) -> None:
         if len(set(layout.preconditioned)) < len(layout.preconditioned):
@@ -202,6 +203,8 @@ class FedPM(RoundStrategy):
         """
         if not self._layers and not self._means:
             raise RuntimeError("finish without a folded reply")
+        if not self._layers and self.layout is not None:
+            self.note_nothing_preconditioned(self.layout)
         new: Arrays = {}
         for layer in self._layers.values():
             W = to_matrix(self._model, layer.spec)

@@ -14,14 +14,16 @@ candidate comes up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
+from fedapps.curvature.layout import Layout
 from fedapps.curvature.line_search import along, choose_step
+from fedapps.messages.blocks import LAYOUT, read_layout
 from fedapps.messages.line_search import read_losses, search_records
 from fedapps.messages.schema import Arrays, Reply
 from fedapps.settings import RoundSettings, Settings
@@ -52,6 +54,9 @@ class LocalNewton(MeanStrategy):
         steps: Candidates of the line search, > 0; without any the step is 1.
         **rounds: Further arguments of `RoundStrategy`.
 
+    Attributes:
+        layout: What is preconditioned and what not, from the first reply that was folded; None before.
+
     Example:
         >>> LocalNewton(steps=(1.0, 0.5)).steps
         (1.0, 0.5)
@@ -60,6 +65,7 @@ class LocalNewton(MeanStrategy):
     def __init__(self, settings: RoundSettings | None = None, *, steps: Sequence[float] = (), **rounds: Any) -> None:
         super().__init__(settings, **rounds)
         self.steps = tuple(steps)
+        self.layout: Layout | None = None
         self._search: _Search | None = None
 
     @override
@@ -68,10 +74,9 @@ class LocalNewton(MeanStrategy):
         return {"steps": settings.own.steps}
 
     @override
-    def preconditioned(self) -> Collection[str] | None:
-        """Name the tensors that the clients precondition, as most of them told in the handshake."""
-        layout = self.roster.layout()
-        return None if layout is None else layout.preconditioned
+    def curvature_layout(self) -> Layout | None:
+        """Say what the first client preconditioned, before that what most of them told in the handshake."""
+        return self.roster.layout() if self.layout is None else self.layout
 
     @override
     def begin(self, model: Arrays) -> None:
@@ -79,10 +84,16 @@ class LocalNewton(MeanStrategy):
         self._weights: dict[int, float] = {}
         self._parameters: set[str] = set()
         self._search = None
+        self._any_block = False
 
     @override
     def fold(self, reply: Reply) -> None:
         super().fold(reply)
+        layout = read_layout(reply) if LAYOUT in reply.entries else self.roster.layout()
+        if layout is not None:
+            self.layout = self.layout or layout
+            self.note_plain_steps(layout, reply.where)
+            self._any_block = self._any_block or bool(layout.blocks)
         self._weights[reply.partition] = self.settings.weight(reply.num_examples)
         trainable = reply.arrays.keys() if self.trainable is None else self.trainable
         self._parameters |= {k for k in trainable if np.issubdtype(self._model[k].dtype, np.floating)}
@@ -111,6 +122,8 @@ class LocalNewton(MeanStrategy):
     @override
     def finish(self) -> Arrays:
         """Take the mean, or the step of the line search."""
+        if self.layout is not None and not self._any_block:
+            self.note_nothing_preconditioned(self.layout)
         search, self._search = self._search, None
         if search is None:
             if self.steps:

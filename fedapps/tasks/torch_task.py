@@ -37,7 +37,8 @@ Saved as ``my_pkg/my_mod.py`` in a folder on the Python path, it is ``--task my_
 ``--set task-options='examples = 1000'``, and its column serves ``--partition column --set partition-column=site``.
 Everything else has a default that a task may override: `TorchTask.criterion` (another loss of the model's outputs),
 `TorchTask.metrics` (other metrics), `TorchTask.loss` (a loss that needs more than the outputs), `TorchTask.augment`
-(random changes of training examples), `TorchTask.tensors` (how examples become tensors).
+(random changes of training examples), `TorchTask.tensors` (how examples become tensors). A model that reads padded sequences
+says which positions are data, for second-order methods, with `fedapps.curvature.layers.count_only` around its forward pass.
 '''
 
 from __future__ import annotations

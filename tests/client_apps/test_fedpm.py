@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedapps.client_apps.fedpm import fedpm_reply, received_model
-from fedapps.curvature.foof import FoofPreconditioner
+from fedapps.curvature.foof import TRANSFORMED, FoofPreconditioner
+from fedapps.curvature.layers import COMPILED
 from fedapps.curvature.layout import Layout
 from fedapps.errors import MessageError, SettingsError, TaskError
 from fedapps.messages import pack_arrays
@@ -126,6 +127,39 @@ def test_integer_buffers_are_listed_apart(tmp_path: Path, method: str, caplog: p
     assert row["maximum"] == ["1.num_batches_tracked"]
     logged = [message for message in caplog.messages if "1.num_batches_tracked" in message]
     assert [message.split(" ")[0].strip(":") for message in logged] == ["maximum"]
+
+
+@pytest.mark.parametrize("method", ["fedpm", "localnewton"])
+def test_a_run_that_preconditions_nothing_is_fedavg_and_says_so_in_every_round(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hooks of a compiled model need not be called."""
+    compiled = {"task": "fedapps_layers:Compiled", "lr": 0.1}
+    run = short_run(tmp_path / "run", {**compiled, "method": method})
+    rows = run.rows("train")
+    assert rows[0]["preconditioned"] == []
+    assert rows[0]["averaged-since"] == {
+        COMPILED: [f"_orig_mod.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    }
+    for row in rows:
+        assert sum("NOTHING IS PRECONDITIONED" in note and COMPILED in note for note in row["notes"]) == 1
+    said = [record for record in caplog.records if "NOTHING IS PRECONDITIONED" in record.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"] * len(rows)
+    fedavg = short_run(tmp_path / "fedavg", {**compiled, "method": "fedavg"}).model
+    for name, value in run.model.items():
+        np.testing.assert_allclose(value, fedavg[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["fedpm", "localnewton"])
+def test_a_layer_inside_vmap_is_averaged_with_the_reason_in_the_row(tmp_path: Path, method: str) -> None:
+    row, second = short_run(tmp_path / "run", {"method": method, "task": "fedapps_layers:Mapped"}).rows("train")
+    assert row["folded"] == [0, 1, 2]
+    assert row["preconditioned"] == ["head.weight", "head.bias"]
+    assert row["averaged-since"] == {TRANSFORMED: ["each.weight", "each.bias"]}
+    (note,) = row["notes"]
+    assert "each.weight, each.bias" in note
+    assert TRANSFORMED in note
+    assert "notes" not in second
 
 
 def test_what_is_preconditioned_is_said_in_the_first_row_with_a_valid_reply(

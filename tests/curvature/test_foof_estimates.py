@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from fedapps.curvature.foof import Estimate, FoofPreconditioner
+from fedapps.curvature.layers import count_only
 from fedapps.curvature.packing import unpack_upper
 
 from .foof_rounds import (
@@ -221,3 +223,32 @@ def test_a_sample_holds_that_many_of_the_rows_and_is_unbiased() -> None:
         assert np.isclose(diagonal, 0.2, atol=1e-6).sum() == 5
         draws.append(diagonal)
     np.testing.assert_allclose(np.mean(draws, axis=0), 1 / 20, atol=4 * 0.2 * np.sqrt(0.25 * 0.75 / 200))
+
+
+@pytest.mark.parametrize("max_rows", [0, 3])
+@pytest.mark.parametrize("estimate", list(Estimate))
+def test_padding_changes_neither_step_nor_block(estimate: Estimate, max_rows: int) -> None:
+    """Rows of 3 and 2 tokens, alone and with two more pads beside them: the same to rounding."""
+    torch.manual_seed(0)
+    model, x, held = nn.Linear(4, 3), torch.randn(2, 3, 4), torch.tensor([[True] * 3, [True, True, False]])
+    ends = []
+    for pads in (0, 2):
+        client = copy.deepcopy(model)
+        inputs = torch.cat([x, 7 * torch.ones(2, pads, 4)], dim=1)
+        mask = torch.cat([held, torch.zeros(2, pads, dtype=torch.bool)], dim=1)
+
+        def loss(client: nn.Module = client, inputs: torch.Tensor = inputs, mask: torch.Tensor = mask) -> torch.Tensor:
+            with count_only(mask):
+                return client(inputs)[mask].square().sum()
+
+        with FoofPreconditioner(client, damping=0.1, estimate=estimate, max_rows=max_rows) as foof:
+            if estimate is Estimate.FULL_PASS:
+                with foof.full_pass():
+                    loss()
+            for _ in range(2):
+                client.zero_grad()
+                loss().backward()
+                foof.step(0.1)
+        ends.append((foof.blocks()[0].curvature, client.weight.detach().numpy()))
+    for padded, plain in zip(*ends, strict=True):
+        np.testing.assert_allclose(padded, plain, rtol=1e-5, atol=1e-6)

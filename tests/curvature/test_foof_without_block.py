@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,8 +11,7 @@ import torch
 from torch import nn
 
 from fedapps.averaging import add_mean, finish_mean, start_mean
-from fedapps.curvature.foof import FoofPreconditioner
-from fedapps.curvature.layout import to_matrix
+from fedapps.curvature.foof import NOT_CALLED, TRANSFORMED, FoofPreconditioner
 from fedapps.curvature.packing import unpack_upper
 
 from .foof_rounds import (
@@ -83,26 +83,53 @@ def test_frozen_parameters_stay_bitwise() -> None:
     assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("used_by_hand", [False, True], ids=["idle", "used without a call"])
-def test_layer_without_input_has_a_multiple_of_the_identity(used_by_hand: bool) -> None:
-    """``A = 0`` leaves ``P = damping I``; a layer whose weight is used by hand took plain steps, which divide by ``I``."""
+def test_a_layer_without_input_has_a_multiple_of_the_identity() -> None:
+    """``A = 0`` leaves ``P = damping I``, and nothing moved."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
-    sent = arrays_of(model)
-    x = torch.randn(5, 3)
     with FoofPreconditioner(model, damping=0.25) as foof:
-        out = model["used"](x)
-        if used_by_hand:
-            out = out + x @ model["other"].weight.T
-        out.square().sum().backward()
+        model["used"](torch.randn(5, 3)).square().sum().backward()
         foof.step(0.01)
     block = foof.blocks()[1]
-    assert foof.without_input == ("other",)
+    assert (foof.without_input, foof.unseen) == (("other",), ())
     assert block.is_identity
-    scale = 1.0 if used_by_hand else 0.25
-    np.testing.assert_array_equal(block.curvature, np.float32([scale]))
-    moved = to_matrix(arrays_of(model), block.spec) - to_matrix(sent, block.spec)
-    assert (np.abs(moved).max() > 1e-3) == used_by_hand
-    np.testing.assert_allclose(block.product, scale * moved, rtol=1e-6)
+    np.testing.assert_array_equal(block.curvature, np.float32([0.25]))
+    np.testing.assert_array_equal(block.product, np.zeros((2, 4), np.float32))
     (_, packed, _), = block.tiles()  # fmt: skip
-    np.testing.assert_array_equal(unpack_upper(packed), scale * np.eye(4))
+    np.testing.assert_array_equal(unpack_upper(packed), 0.25 * np.eye(4))
+
+
+def _by_hand(model: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    return x @ model["other"].weight.T
+
+
+def _mapped(model: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(model["other"])(x)
+
+
+@pytest.mark.parametrize(("use", "reason"), [(_by_hand, NOT_CALLED), (_mapped, TRANSFORMED)], ids=["by hand", "vmap"])
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_a_layer_whose_input_was_not_seen_takes_a_plain_step_and_has_no_block(
+    use: Callable[[nn.ModuleDict, torch.Tensor], torch.Tensor], reason: str, seen_before: bool
+) -> None:
+    """Also when its input was seen at an earlier step of the round; the other layer is as without it."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
+    x, alone = torch.randn(5, 3), copy.deepcopy(model["used"])
+    with FoofPreconditioner(model, damping=0.25) as foof, FoofPreconditioner(alone, damping=0.25) as reference:
+        for by_call in [True] * seen_before + [False]:
+            model.zero_grad()
+            alone.zero_grad()
+            before = copy.deepcopy(model["other"])
+            other = model["other"](x) if by_call else use(model, x)
+            (model["used"](x).square().sum() + other.square().sum()).backward()
+            alone(x).square().sum().backward()
+            foof.step(0.01)
+            reference.step(0.01)
+    torch.testing.assert_close(model["other"].weight, before.weight - 0.01 * model["other"].weight.grad)
+    assert foof.unseen == ("other",)
+    assert [spec.layer for spec in foof.layout.blocks] == ["used"]
+    assert foof.layout.averaged == {"other.weight": reason, "other.bias": reason}
+    (block,), (expected,) = foof.blocks(), reference.blocks()
+    np.testing.assert_array_equal(block.curvature, expected.curvature)
+    np.testing.assert_array_equal(block.product, expected.product)

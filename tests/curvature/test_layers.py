@@ -370,3 +370,94 @@ def test_conv1d_of_transformers_is_known_without_importing_it() -> None:
 def test_conv1d_of_transformers_itself() -> None:
     utils = pytest.importorskip("transformers.pytorch_utils", reason="transformers is not installed")
     _check_conv1d(utils.Conv1D(4, 5))
+
+
+# What the hook cannot vouch for ---------------------------------------------------------------
+
+
+class OwnConvolution(nn.Conv2d):
+    """A convolution with normalised weights, which keeps ``forward``."""
+
+    def _conv_forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(x, weight / weight.norm(), bias)
+
+
+def _patched(name: str) -> nn.Module:
+    conv = nn.Conv2d(1, 2, 3)
+    original = getattr(conv, name)
+    setattr(conv, name, lambda *args: original(*args) * 2)
+    return conv
+
+
+class Renamed(nn.Linear):
+    """A subclass that changes nothing that a call computes."""
+
+    def extra_repr(self) -> str:
+        return "renamed"
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: OwnConvolution(1, 2, 3), "its _conv_forward is not that of Conv2d"),
+        (lambda: _patched("_conv_forward"), "its _conv_forward is not that of Conv2d"),
+        (lambda: _patched("forward"), "its forward is not that of Conv2d"),
+        (lambda: torch.compile(nn.Linear(3, 2)), layers.COMPILED),
+        (lambda: nn.Sequential(torch.compile(nn.Sequential(nn.Linear(3, 2)))), layers.COMPILED),
+        (lambda: _compiled_in_place(nn.Sequential(nn.Linear(3, 2))), layers.COMPILED),
+        (lambda: Renamed(3, 2), None),
+    ],
+    ids=[
+        "overridden",
+        "patched method",
+        "patched forward",
+        "compiled",
+        "compiled part",
+        "compiled in place",
+        "harmless",
+    ],
+)
+def test_a_layer_that_may_compute_something_else_is_averaged(
+    build: Callable[[], nn.Module], reason: str | None
+) -> None:
+    layout = model_layout(build())
+    assert set(layout.averaged.values()) == ({reason} if reason else set())
+    assert len(layout.blocks) == (reason is None)
+
+
+def _compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+# Which rows count -----------------------------------------------------------------------------
+
+HELD = torch.tensor([[True, True, False], [False, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "rows"),
+    [
+        (nn.Linear(4, 2), (2, 3, 4), [0, 1, 4]),
+        (nn.Linear(4, 2), (6, 4), [0, 1, 4]),
+        (nn.Linear(4, 2), (2, 3, 2, 4), [0, 1, 2, 3, 8, 9]),
+        (nn.Linear(4, 2), (2, 4), None),
+        (nn.Linear(4, 2), (6, 3, 4), None),
+        (nn.Conv1d(4, 2, 3, padding=1), (2, 4, 3), [0, 1, 4]),
+        (nn.Conv1d(3, 2, 2), (2, 3, 3), None),
+        (nn.Conv2d(1, 2, 3), (2, 1, 5, 5), None),
+    ],
+    ids=["sequence", "flat", "heads", "pooled", "more rows", "convolution", "fewer positions", "images"],
+)
+def test_only_positions_with_data_count(layer: nn.Module, shape: tuple[int, ...], rows: list[int] | None) -> None:
+    """Row ``r`` of an input of shape (2, 3, ...) belongs to position ``r // (rows / 6)``."""
+    x = torch.randn(shape)
+    with layers.count_only(HELD):
+        found = layers.counted_rows(layer, x)
+    assert (None if found is None else found.tolist()) == rows
+    assert layers.counted_rows(layer, x) is None
+
+
+def test_positions_in_the_order_of_another_model_are_refused() -> None:
+    with layers.count_only(HELD), pytest.raises(CurvatureError, match=r"\(3, 2\).*\(2, 3\)"):
+        layers.counted_rows(nn.Linear(4, 2), torch.randn(3, 2, 4), where="client 3")

@@ -77,3 +77,29 @@ class Wide(Sites):
         return nn.Sequential(
             nn.Linear(4, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
         )  # fmt: skip
+
+
+class Compiled(Sites):
+    """The model of `Sites` behind ``torch.compile``; its backend runs the code as it is."""
+
+    def build_model(self) -> nn.Module:
+        return torch.compile(super().build_model(), backend="eager")
+
+
+class _Mapped(nn.Module):
+    """A layer that is called for each example by ``torch.vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(torch.vmap(self.each)(x)))
+
+
+class Mapped(Sites):
+    """A model with ``torch.vmap`` in its forward pass."""
+
+    def build_model(self) -> nn.Module:
+        return _Mapped()

@@ -1,8 +1,8 @@
 """Forward passes of a causal language model over padded rows: hidden states, logits of label words, generation.
 
 A row's results do not depend on the padding beside it, on either side, nor on other rows: the mask and the positions come
-from where the tokens are. Only what is needed is multiplied with the output embedding: the label words' rows, or the
-answer's places.
+from where the tokens are, and only tokens are inputs of a layer's curvature block. Only what is needed is multiplied with
+the output embedding: the label words' rows, or the answer's places.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.nn import functional
 
+from fedapps.curvature.layers import count_only
 from fedapps.errors import TaskError
 from fedapps.tasks.language.encoding import PADDING
 from fedapps.tasks.language.packing import pack
@@ -34,11 +35,15 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     packed = pack(ids) if model.config.model_type in PACKING else None
     if packed is None:
         mask = (ids != PADDING).long()
-        return _base(model, ids.clamp(min=0), mask, (mask.cumsum(dim=1) - 1).clamp(min=0))
+        with count_only(mask):
+            return _base(model, ids.clamp(min=0), mask, (mask.cumsum(dim=1) - 1).clamp(min=0))
     lowest = torch.finfo(model.dtype).min
     mask = torch.zeros(packed.attends.shape, dtype=model.dtype, device=ids.device)
     mask = mask.masked_fill(~packed.attends, lowest)[:, None]  # one mask for all heads, added to the scores
-    return packed.unpack(_base(model, packed.ids, mask, packed.positions), ids.shape)
+    held = torch.zeros_like(packed.ids).index_put(packed.place, torch.ones_like(packed.place[0]))
+    with count_only(held):
+        hidden = _base(model, packed.ids, mask, packed.positions)
+    return packed.unpack(hidden, ids.shape)
 
 
 def _base(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

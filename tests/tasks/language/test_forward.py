@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fedapps.curvature.foof import FoofPreconditioner
+from fedapps.curvature.layers import model_layout
 from fedapps.errors import TaskError
 from fedapps.tasks.language import forward
 from fedapps.tasks.language.encoding import PADDING
@@ -200,3 +202,28 @@ def test_another_output_embedding_is_refused(folder_of: Callable[[str], Path]) -
     model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
     with pytest.raises(TaskError, match=r"linear layer .*, got Sequential"):
         label_logits(model, padded([row(3)], "right"), LABELS)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_padding_is_no_input_of_a_curvature_block(
+    model: Any, side: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``A`` of every layer is the mean over the tokens alone: against the rows one by one, without any padding."""
+    rows = [row(3), row(9, 1), row(5, 2), row(2, 3)]
+    monkeypatch.setattr(forward, "PACKING", forward.PACKING if packed else frozenset())
+    for spec in model_layout(model).blocks:
+        model.get_submodule(spec.layer).train()  # The rest stays in evaluation mode, without dropout.
+
+    def blocks_of(batches: list[torch.Tensor]) -> dict[str, Any]:
+        with FoofPreconditioner(model, damping=0.0) as foof, foof.full_pass():
+            for batch in batches:
+                hidden_states(model, batch)
+        sums = {state.spec.layer: state.A for state in foof._layers if state.A}
+        return {layer: A[0].dense() for layer, A in sums.items()}
+
+    together, apart = blocks_of([padded(rows, side)]), blocks_of([tokens[None] for tokens in rows])
+    assert len(together) >= 8
+    assert together.keys() == apart.keys()
+    for layer, A in together.items():
+        torch.testing.assert_close(A, apart[layer], rtol=1e-4, atol=1e-5 * float(apart[layer].abs().max()), msg=layer)
