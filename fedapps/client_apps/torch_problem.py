@@ -135,7 +135,10 @@ class TorchProblem(LocalProblem):
 
     @override
     def largest_curvature(self, arrays: Arrays, names: Sequence[str]) -> float:
-        """Estimate ``L`` by power iterations, in evaluation mode, on at most `EVALUATION_BATCH` examples."""
+        """Estimate ``L`` by power iterations, in evaluation mode, on at most `EVALUATION_BATCH` examples.
+
+        By differences of gradients where the model cannot be differentiated twice.
+        """
         model = self._task.module(arrays, self._work.device)
         parameters = dict(model.named_parameters())
         examples = self._work.data.train.take(np.arange(min(self._work.num_examples, EVALUATION_BATCH)))
@@ -148,7 +151,7 @@ class TorchProblem(LocalProblem):
         except RuntimeError as error:
             raise TaskError(
                 f"{self._work.where}, curvature of the loss",
-                expected="a model that can be differentiated twice",
+                expected="a model that can be differentiated twice, or parameters in float32",
                 got=str(error),
                 do="set fedclup.gamma-rule=average or a number for fedclup.gamma, which need no curvature",
             ) from error

@@ -74,24 +74,41 @@ def largest_curvature(
     .. math:: u \leftarrow H u / |H u|, \qquad L \approx |H u|
 
     The estimate approaches the greatest absolute eigenvalue from below. For losses that are not convex it holds at the
-    present parameters only.
+    present parameters only. Where the model has no second derivative (fused attention, ``EmbeddingBag``), the products are
+    central differences of gradients, :math:`H u \approx (g(\theta + h u) - g(\theta - h u)) / 2h`, with ``h`` a thousandth of
+    the length of ``theta`` (in float64 the cube root of its epsilon), which counts as 1 at least.
 
     Args:
         loss: Computes the loss at the present parameters, on the same batch at every call.
-        parameters: The trainable (personal) parameters.
+        parameters: The trainable (personal) parameters; moved and put back where differences are taken.
         num_iterations: Hessian-vector products, at least 1; each costs about two backward passes.
         seed: Seed of the first vector; torch's global generator is left alone.
 
     Raises:
         TaskError: A product is not finite.
+        RuntimeError: There is no second derivative, and parameters in half precision, where differences are lost in rounding.
     """
-    generator = torch.Generator().manual_seed(seed)
-    vectors = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
-    gradients = torch.autograd.grad(loss(), parameters, create_graph=True, allow_unused=True)
+
+    def start() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
+
+    try:
+        gradients = torch.autograd.grad(loss(), parameters, create_graph=True, allow_unused=True)
+        return _power_iterations(lambda u: _hessian_product(gradients, parameters, u), start(), num_iterations)
+    except RuntimeError:
+        if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
+            raise
+    return _power_iterations(lambda u: _difference_product(loss, parameters, u), start(), num_iterations)
+
+
+def _power_iterations(
+    product: Callable[[Sequence[Tensor]], list[Tensor]], vectors: list[Tensor], num_iterations: int
+) -> float:
     curvature = 0.0
     for _ in range(num_iterations):
         length = _length(vectors)
-        vectors = _hessian_product(gradients, parameters, [u / length for u in vectors])
+        vectors = product([u / length for u in vectors])
         curvature = _length(vectors)
         if curvature == 0.0:
             return 0.0
@@ -103,6 +120,29 @@ def largest_curvature(
                 do="check the data and the model's parameters, or give the server step gamma by hand",
             )
     return curvature
+
+
+def _difference_product(
+    loss: Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Compute ``H u`` by central differences of gradients; the parameters are bitwise as before."""
+    before = [p.detach().clone() for p in parameters]
+    # The error of the quotient grows with h squared, that of rounding with epsilon / h.
+    h = min(1e-3, torch.finfo(before[0].dtype).eps ** (1 / 3)) * max(1.0, _length(before))
+
+    def gradient(distance: float) -> list[Tensor]:
+        with torch.no_grad():
+            for p, fixed, u in zip(parameters, before, vectors, strict=True):
+                p.copy_(fixed + distance * u)
+        found = torch.autograd.grad(loss(), parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+
+    try:
+        return [(plus - minus) / (2 * h) for plus, minus in zip(gradient(h), gradient(-h), strict=True)]
+    finally:
+        with torch.no_grad():
+            for p, fixed in zip(parameters, before, strict=True):
+                p.copy_(fixed)
 
 
 def _hessian_product(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedapps.errors import FedAppsError, SettingsError, TaskError
 from fedapps.personalization.proximal import Proximal, descend
@@ -183,3 +184,45 @@ def test_curvature_that_is_not_finite_is_refused() -> None:
     model = Point(float("inf"))
     with pytest.raises(TaskError, match="finite Hessian-vector products"):
         largest_curvature(lambda: (model.x**3).sum(), [model.x])
+
+
+def _encoder() -> tuple[torch.nn.Module, torch.Tensor]:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True)
+    return layer, torch.randn(3, 5, 8, dtype=torch.float64)
+
+
+def _bag() -> tuple[torch.nn.Module, torch.Tensor]:
+    bag = torch.nn.EmbeddingBag(7, 4, mode="sum")
+    return torch.nn.Sequential(bag, torch.nn.Tanh(), torch.nn.Linear(4, 2)), torch.randint(7, (6, 3))
+
+
+def _plain_bag(model: torch.nn.Sequential, ids: torch.Tensor) -> torch.Tensor:
+    return model[2](model[1](model[0].weight[ids].sum(dim=1)))
+
+
+@pytest.mark.parametrize("kind", ["fused attention", "embedding bag"])
+def test_curvature_of_a_model_without_second_derivatives_is_that_of_its_twin_with_them(kind: str) -> None:
+    """Attention by its mathematical kernel, a bag as a lookup and a sum: power iterations of the same start."""
+    torch.manual_seed(0)
+    model, x = _encoder() if kind == "fused attention" else _bag()
+    model = model.double()
+    parameters, before = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+
+    def loss() -> torch.Tensor:
+        return model(x).tanh().square().mean()
+
+    def twin() -> torch.Tensor:
+        return (model(x) if kind == "fused attention" else _plain_bag(model, x)).tanh().square().mean()
+
+    with pytest.raises(RuntimeError, match="not implemented"):  # else this tests nothing
+        torch.autograd.grad(
+            sum(g.sum() for g in torch.autograd.grad(loss(), parameters, create_graph=True)), parameters
+        )
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = largest_curvature(twin, parameters)
+    assert largest_curvature(loss, parameters) == pytest.approx(expected, rel=1e-4)
+    assert all(torch.equal(p, fixed) for p, fixed in zip(parameters, before, strict=True))
+    model.float()
+    if x.is_floating_point():
+        x = x.float()
+    assert largest_curvature(loss, parameters) == pytest.approx(expected, rel=1e-2)

@@ -420,3 +420,15 @@ def test_language_tasks_have_settings_of_their_own(method: str, rate: float) -> 
     assert (settings.lr, settings.batch_size, settings.validation_fraction) == (rate, 16, 0.0)
     assert resolve_settings({"method": method, "task": "squad"}).partition == "iid"
     assert resolve_settings({"method": method, "task": "digits-mlp"}).lr > 0.01
+
+
+@pytest.mark.parametrize("options", ["", "lora-rank = 2"], ids=["whole", "adapters"])
+@pytest.mark.slow
+def test_fedclup_takes_its_server_step_from_a_model_with_fused_attention(
+    short: Callable[..., runs.Left], make: Callable[..., Any], options: str
+) -> None:
+    """Its default needs ``L``, which fused attention gives no second derivative for: no reply is refused."""
+    model = make("sst2", "llama").build_model()
+    assert model.config._attn_implementation == "sdpa"  # else this tests nothing
+    for row in short("run", "fedclup", family="llama", options=options).rows("train"):
+        assert (row["folded"], row["refused"]) == ([0, 1], {})
