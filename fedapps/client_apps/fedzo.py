@@ -39,6 +39,7 @@ def train(work: ClientWork) -> RecordDict:
     prober = Prober(
         cast("TorchTask", work.task).module(work.arrays, work.device),
         Scheme(seed, "decomfl", Distribution(own.distribution)),
+        fixed=work.task.fixed_elements(),
         threads=work.settings.compute_threads,
     )
     first_step = (work.server_round - 1) * work.num_steps

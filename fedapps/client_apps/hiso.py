@@ -68,7 +68,8 @@ def evaluate(work: ClientWork) -> dict[str, float] | RecordDict:
 
 
 def _measure(work: ClientWork, client: CaughtUp) -> ProbeResult:
-    prober = Prober(client.model, client.header.scheme, client.state, threads=work.settings.compute_threads)
+    header, threads = client.header, work.settings.compute_threads
+    prober = Prober(client.model, header.scheme, client.state, fixed=header.layout.fixed, threads=threads)
     return probe(work, prober, client.received.first_step, client.received.mu)
 
 

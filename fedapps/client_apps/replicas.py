@@ -232,7 +232,7 @@ def _open(work: ClientWork, base: str) -> Iterator[_Held]:
         theta = trainable_parameters(model)
         header = _header(work, base, theta)
         Journal(header).check_model(header.layout, fingerprint(header.layout, theta))
-        replica = Replica(scheme, theta, threads=settings.compute_threads)
+        replica = Replica(scheme, theta, fixed=header.layout.fixed, threads=settings.compute_threads)
         _held = _Held(key, model, header, replica, Journal(header))
     yield _held
 
@@ -270,7 +270,9 @@ def _scheme(work: ClientWork) -> Scheme:
 
 def _header(work: ClientWork, base: str, theta: dict[str, torch.nn.Parameter]) -> Header:
     first = work.task.first_model
-    return Header(_scheme(work), BaseModel(first.id, first.revision, base), layout_of(theta))
+    return Header(
+        _scheme(work), BaseModel(first.id, first.revision, base), layout_of(theta, work.task.fixed_elements())
+    )
 
 
 def _build(work: ClientWork) -> torch.nn.Module:
@@ -281,7 +283,7 @@ def _base(work: ClientWork, header: Header) -> dict[str, Any]:
     """Load the parameters before round 1, and check that they are the run's."""
     arrays = work.task.initial_arrays(work.settings.seed)
     theta = {tensor.name: arrays[tensor.name] for tensor in header.layout.tensors}
-    Journal(header).check_model(layout_of(theta), fingerprint(header.layout, theta))
+    Journal(header).check_model(layout_of(theta, header.layout.fixed), fingerprint(header.layout, theta))
     return theta
 
 

@@ -126,8 +126,8 @@ def _open(journal: Path, base: Path) -> tuple[Journal, dict[str, np.ndarray], Re
         got, do = f"no tensor '{missing[0]}'", "use the base model that the journal was written for"
         raise JournalError(str(base), expected=f"the {len(wanted)} tensors of the journal", got=got, do=do)
     theta = {name: arrays[name].copy() for name in wanted}
-    layout = layout_of(theta)
+    layout = layout_of(theta, read.header.layout.fixed)
     # Another layout is named before a fingerprint is computed over it.
     read.check_model(layout)
     read.check_model(layout, fingerprint(layout, theta))
-    return read, arrays, Replica(read.header.scheme, theta)
+    return read, arrays, Replica(read.header.scheme, theta, fixed=layout.fixed)

@@ -138,13 +138,13 @@ def _open(journal: Path, source: str) -> tuple[Journal, PreTrainedModel, Replica
     read = Journal.read(journal)
     model = _load(read, journal, source)
     theta = trainable_parameters(model)
-    layout = layout_of(theta)
+    layout = layout_of(theta, read.header.layout.fixed)
     # Another layout is named before a fingerprint is computed over it.
     read.check_model(layout)
     if any(ADAPTER in name for name in theta):
         _start_adapters(journal, theta)
     read.check_model(layout, fingerprint(layout, theta))
-    return read, model, Replica(read.header.scheme, theta)
+    return read, model, Replica(read.header.scheme, theta, fixed=layout.fixed)
 
 
 def _load(read: Journal, journal: Path, source: str) -> PreTrainedModel:

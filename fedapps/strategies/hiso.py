@@ -36,6 +36,7 @@ from fedapps.tasks.base import Task
 from fedapps.zeroth_order.aggregate import Aggregation, aggregate_scalars
 from fedapps.zeroth_order.dispatch import kernel_checksum
 from fedapps.zeroth_order.journal import Slice
+from fedapps.zeroth_order.layout import Ranges
 from fedapps.zeroth_order.scheme import Record, Scalars
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class HiSo(RoundStrategy):
         self.open_journal(
             arrays,
             task.trainable_names(),
+            fixed=task.fixed_elements(),
             base=first.id,
             revision=first.revision,
             path=files.journal_path,
@@ -132,6 +134,7 @@ class HiSo(RoundStrategy):
         arrays: Arrays,
         trainable: Sequence[str] | None = None,
         *,
+        fixed: Mapping[str, Ranges] | None = None,
         base: str = "model",
         revision: str | None = None,
         path: Path | None = None,
@@ -142,6 +145,7 @@ class HiSo(RoundStrategy):
         Args:
             arrays: The model before round 1.
             trainable: Names of the trainable tensors, in the model's order; None for all.
+            fixed: Name -> elements that no round moves.
             base: Name of that model.
             revision: Its revision, if it has one.
             path: Where the journal lies; None keeps it in memory.
@@ -154,7 +158,7 @@ class HiSo(RoundStrategy):
         names = list(arrays) if trainable is None else trainable
         records = int(self._resumed["records"]) if self._resumed else None
         self.kept = KeptJournal(
-            self.scheme, arrays, names, base=base, revision=revision, path=path, records=records, load=load
+            self.scheme, arrays, names, fixed=fixed, base=base, revision=revision, path=path, records=records, load=load
         )
         self.kept.needs = {int(partition): int(need) for partition, need in self._resumed.get("needs", {}).items()}
 

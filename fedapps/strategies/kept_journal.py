@@ -8,7 +8,7 @@ catch up with all rounds at once. A server that is never asked holds no model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from fedapps.errors import CheckpointError
 from fedapps.messages.schema import Arrays
 from fedapps.zeroth_order.journal import BaseModel, Header, Journal, JournalFile, Slice
-from fedapps.zeroth_order.layout import fingerprint, layout_of
+from fedapps.zeroth_order.layout import Ranges, fingerprint, layout_of
 from fedapps.zeroth_order.replica import Replica
 from fedapps.zeroth_order.scheme import Record, Scheme
 
@@ -28,6 +28,7 @@ class KeptJournal:
         scheme: What the header fixes.
         arrays: The model before round 1, by name.
         trainable: Names of the trainable tensors, in the model's order.
+        fixed: Name -> elements that no round moves.
         base: Name of that model.
         revision: Its revision, if it has one.
         path: Where the journal lies; None keeps it in memory.
@@ -50,6 +51,7 @@ class KeptJournal:
         arrays: Arrays,
         trainable: Sequence[str],
         *,
+        fixed: Mapping[str, Ranges] | None = None,
         base: str = "model",
         revision: str | None = None,
         path: Path | None = None,
@@ -57,7 +59,7 @@ class KeptJournal:
         load: Callable[[], Arrays] | None = None,
     ) -> None:
         theta = {name: arrays[name] for name in trainable}
-        layout = layout_of(theta)
+        layout = layout_of(theta, fixed)
         if records is None or path is None:
             header = Header(scheme, BaseModel(base, revision, fingerprint(layout, theta)), layout)
             self._file = JournalFile.create(path, header) if path else None
@@ -142,7 +144,9 @@ class KeptJournal:
             first = self._load()
             trainable = [tensor.name for tensor in self.journal.header.layout.tensors]
             self.replica = Replica(
-                self.journal.header.scheme, {name: np.array(first[name], order="C") for name in trainable}
+                self.journal.header.scheme,
+                {name: np.array(first[name], order="C") for name in trainable},
+                fixed=self.journal.header.layout.fixed,
             )
             # The first values of the trainable tensors are not held a second time, only their names and order.
             self._first = {name: _NOTHING if name in self.replica.theta else value for name, value in first.items()}

@@ -42,6 +42,8 @@ from fedapps.tasks.splits import Indices, Purpose, hold_out, stream
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
+    from fedapps.zeroth_order.layout import Ranges
+
 DATA_VARIABLE = "FEDAPPS_DATA"
 """Environment variable with the folder of data files, for a run without the setting ``data-dir``."""
 
@@ -230,6 +232,10 @@ class Task(ABC):
     def trainable_names(self) -> list[str]:
         """List the trainable tensors in the order of `initial_arrays`, without buffers."""
         return list(self.initial_arrays(self.config.seed))
+
+    def fixed_elements(self) -> Mapping[str, Ranges]:
+        """Say which elements of trainable tensors zeroth-order methods never move: name -> ranges of the flattened tensor."""
+        return {}
 
     @abstractmethod
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:

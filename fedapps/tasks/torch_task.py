@@ -37,16 +37,18 @@ Saved as ``my_pkg/my_mod.py`` in a folder on the Python path, it is ``--task my_
 ``--set task-options='examples = 1000'``, and its column serves ``--partition column --set partition-column=site``.
 Everything else has a default that a task may override: `TorchTask.criterion` (another loss of the model's outputs),
 `TorchTask.metrics` (other metrics), `TorchTask.loss` (a loss that needs more than the outputs), `TorchTask.augment`
-(random changes of training examples), `TorchTask.tensors` (how examples become tensors). A model that reads padded sequences
-says which positions are data, for second-order methods, with `fedapps.curvature.layers.count_only` around its forward pass.
+(random changes of training examples), `TorchTask.tensors` (how examples become tensors), `TorchTask.unmoved` (elements that
+no gradient moves). A model that reads padded sequences says which positions are data, for second-order methods, with
+`fedapps.curvature.layers.count_only` around its forward pass.
 '''
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -58,6 +60,9 @@ from fedapps.errors import TaskError
 from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
 from fedapps.tasks.splits import Indices
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
+
+if TYPE_CHECKING:
+    from fedapps.zeroth_order.layout import Ranges
 
 EVALUATION_BATCH = 256
 """Examples in a batch of an evaluation."""
@@ -75,6 +80,7 @@ class TorchTask(Task):
     def __init__(self, config: TaskConfig, name: str | None = None) -> None:
         super().__init__(config, name)
         self._trainable: list[str] | None = None
+        self._fixed: dict[str, Ranges] = {}
         cls = type(self)
         if cls.loss is not TorchTask.loss and cls.metrics is TorchTask.metrics:
             raise TaskError(
@@ -119,15 +125,37 @@ class TorchTask(Task):
 
     @override
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
-        model = self._build(seed)
-        self._trainable = trainable_names(model)  # A language model is not loaded once more for its names.
-        return module_arrays(model)
+        return module_arrays(self._build(seed))
 
     @override
     def trainable_names(self) -> list[str]:
-        if self._trainable is None:
-            self._trainable = trainable_names(self._build(self.config.seed))
-        return list(self._trainable)
+        return list(self._noted()[0])
+
+    @override
+    def fixed_elements(self) -> dict[str, Ranges]:
+        return self._noted()[1]
+
+    def unmoved(self, model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Say which elements of trainable parameters no gradient moves, so that zeroth-order methods leave them alone, too.
+
+        By default the rows at the ``padding_idx`` of embeddings; one that other modules use, such as a tied output layer, has
+        none, since these may move it. A model whose gradients are masked, by a hook for example, returns the mask.
+
+        Args:
+            model: A new model of `build_model`.
+
+        Returns:
+            Parameter -> bool of its shape. It must not depend on values: every end builds a model of its own.
+        """
+        uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+        found = {}
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.padding_idx is not None:
+                weight = module._parameters.get("weight")
+                if isinstance(weight, torch.nn.Parameter) and uses[id(weight)] == 1:
+                    found[weight] = torch.zeros(weight.shape, dtype=torch.bool)
+                    found[weight][module.padding_idx] = True
+        return found
 
     def module(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> torch.nn.Module:
         """Build a model and fill it with what `initial_arrays` gives; torch's global generator is left as it was.
@@ -177,11 +205,34 @@ class TorchTask(Task):
         for start in range(0, len(data), EVALUATION_BATCH):
             yield np.arange(start, min(start + EVALUATION_BATCH, len(data)))
 
+    def _noted(self) -> tuple[list[str], dict[str, Ranges]]:
+        if self._trainable is None:
+            self._build(self.config.seed)
+        return self._trainable or [], self._fixed
+
+    def _note(self, model: torch.nn.Module) -> None:
+        self._trainable = trainable_names(model)
+        masks = {id(parameter): mask for parameter, mask in self.unmoved(model).items()}
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in trainable.items():
+            mask = masks.get(id(parameter))
+            if mask is not None and mask.shape != parameter.shape:
+                raise TaskError(
+                    f"task '{self.name}', unmoved() for '{name}'",
+                    expected=f"a mask of shape {tuple(parameter.shape)}",
+                    got=f"{tuple(mask.shape)}",
+                    do="mark every element",
+                )
+        self._fixed = {name: _ranges(masks[id(p)]) for name, p in trainable.items() if id(p) in masks}
+
     def _build(self, seed: int) -> torch.nn.Module:
         # devices=[] and the CPU's own generator: models are built on the CPU, and a GPU's generator is left alone.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return self.build_model()
+            model = self.build_model()
+        if self._trainable is None:
+            self._note(model)  # A language model is not loaded once more for its names.
+        return model
 
 
 @contextmanager
@@ -194,6 +245,12 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _ranges(mask: torch.Tensor) -> Ranges:
+    """List the ranges of marked elements, in their logical order."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.cpu().numpy().astype(np.int8).ravel(), [0]]))).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

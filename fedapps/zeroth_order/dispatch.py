@@ -1,8 +1,8 @@
 """One entry for perturbing and updating, on whatever a machine has: Triton on CUDA, numba on the CPU, else NumPy.
 
 All paths give the same bits, so the choice is only a matter of time. Parameters may be NumPy arrays (float32, float16,
-or `uint16` patterns of bfloat16) or torch tensors on the CPU or on CUDA; they must be contiguous, and are updated where
-they lie.
+or `uint16` patterns of bfloat16) or torch tensors on the CPU or on CUDA, and are updated where they lie. Elements are
+numbered in their logical order: those of another memory format (`channels_last`) are copied to it and back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from fedapps.zeroth_order import backend_reference, rules
 from fedapps.zeroth_order.directions import Distribution, check_range
 from fedapps.zeroth_order.errors import DirectionError
+from fedapps.zeroth_order.layout import Ranges
 from fedapps.zeroth_order.number_formats import NumberFormat, format_of, narrow
 from fedapps.zeroth_order.program import Program, compile_records
 from fedapps.zeroth_order.scheme import HessianUpdate, LocalStep, Probe, Record, Scheme
-from fedapps.zeroth_order.tensors import Tensor, aligned_empty, device_of, flat_view, like, to_numpy
+from fedapps.zeroth_order.tensors import Tensor, aligned_empty, contiguous, device_of, flat_view, like, to_numpy
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ def perturb(
     steps: Sequence[LocalStep] = (),
     probe: Probe | None = None,
     rows: NDArray[np.int64] | None = None,
+    fixed: Ranges = (),
     scratch: Callable[[int, np.dtype[Any]], NDArray[Any]] = aligned_empty,
     threads: int | None = None,
 ) -> Tensor:
@@ -60,6 +62,7 @@ def perturb(
         steps: Local steps taken so far.
         probe: The probe, or None.
         rows: Only these rows of the first dimension, in this order; None for all.
+        fixed: Elements that stay where they are.
         scratch: Gives `(elements, dtype)` -> memory for a result on the CPU; new memory costs page faults.
         threads: Of the CPU path; None for as many as torch uses, else all processors.
 
@@ -83,6 +86,7 @@ def perturb(
     out = scratch(count, flat.dtype) if isinstance(flat, np.ndarray) else flat.new_empty(count)
     run = _backend_for(scheme, place)
     run.displace(flat, slots, scheme, steps, probe, offset, starts, width, out, _threads(threads))
+    _put_back(out, flat, starts, width, fixed)
     return like(out, theta, shape)
 
 
@@ -93,6 +97,7 @@ def apply_rounds(
     scheme: Scheme,
     *,
     offset: int = 0,
+    fixed: Ranges = (),
     program: Program | None = None,
     threads: int | None = None,
 ) -> None:
@@ -104,6 +109,7 @@ def apply_rounds(
         records: Rounds, in order.
         scheme: The run's scheme.
         offset: Place of the first element.
+        fixed: Elements that stay where they are, with their state.
         program: `compile_records(records, scheme)`, to share it between tensors.
         threads: Of the CPU path; None for as many as torch uses, else all processors.
 
@@ -118,11 +124,14 @@ def apply_rounds(
     if not records or not _numel(flat):
         return
     run = _backend_for(scheme, place)
-    if run is backend_reference:
-        backend_reference.apply(flat, slots, scheme, records, offset, _threads(threads))
-    else:
-        run.apply(flat, slots, program or compile_records(records, scheme), offset, _threads(threads))
-    if place == "copied":
+    program = program if program or run is backend_reference else compile_records(records, scheme)
+    for start, stop in _between(fixed, _numel(flat)):
+        window = {slot: values[start:stop] for slot, values in slots.items()}
+        if run is backend_reference:
+            backend_reference.apply(flat[start:stop], window, scheme, records, offset + start, _threads(threads))
+        else:
+            run.apply(flat[start:stop], window, program, offset + start, _threads(threads))
+    if place == "copied" or not _is_contiguous(theta):
         _copy_back(theta, flat)
         for slot, values in slots.items():
             _copy_back(state[slot], values)
@@ -225,7 +234,7 @@ def _prepare(theta: Tensor, state: Mapping[str, Tensor], offset: int) -> tuple[A
     device = device_of(theta)
     if device not in ("cpu", "cuda"):
         raise DirectionError("parameters", expected="device cpu or cuda", got=device, do="move the model")
-    flat, slots = flat_view(theta), {slot: flat_view(values, slot) for slot, values in state.items()}
+    flat, slots = flat_view(contiguous(theta)), {slot: flat_view(values, slot) for slot, values in state.items()}
     check_range(offset, offset + _numel(flat))
     for slot, values in slots.items():
         if _numel(values) != _numel(flat) or str(values.dtype).removeprefix("torch.") != "float32":
@@ -243,8 +252,30 @@ def _numel(flat: Any) -> int:
     return int(flat.size if isinstance(flat, np.ndarray) else flat.numel())
 
 
-def _copy_back(target: Tensor, values: NDArray[Any]) -> None:
-    cast("torch.Tensor", target).copy_(cast("torch.Tensor", like(values, target, tuple(target.shape))))
+def _is_contiguous(tensor: Tensor) -> bool:
+    return bool(tensor.flags.c_contiguous) if isinstance(tensor, np.ndarray) else tensor.is_contiguous()
+
+
+def _between(fixed: Ranges, size: int) -> Iterator[tuple[int, int]]:
+    """List the ranges of elements that are not fixed."""
+    edges = [0, *(edge for one in fixed for edge in one), size]
+    return ((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
+
+
+def _put_back(out: Any, flat: Any, starts: NDArray[np.int64], width: int, fixed: Ranges) -> None:
+    """Give the fixed elements among displaced windows of `width` elements, end to end, their own values."""
+    for start, stop in fixed:
+        for place in np.nonzero((starts < stop) & (starts + width > start))[0].tolist():
+            first, last = max(start, int(starts[place])), min(stop, int(starts[place]) + width)
+            there = place * width + first - int(starts[place])
+            out[there : there + last - first] = flat[first:last]
+
+
+def _copy_back(target: Tensor, values: Any) -> None:
+    if isinstance(target, np.ndarray):
+        target[...] = values.reshape(target.shape)
+        return
+    target.detach().copy_(cast("torch.Tensor", like(values, target, tuple(target.shape))))
 
 
 def _check_rows(rows: NDArray[np.int64], count: int) -> None:

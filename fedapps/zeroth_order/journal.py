@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar
 from fedapps.errors import FedAppsError
 from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.errors import JournalError
-from fedapps.zeroth_order.layout import Layout, TensorSpec
+from fedapps.zeroth_order.layout import Layout, Ranges, TensorSpec
 from fedapps.zeroth_order.number_formats import NumberFormat
 from fedapps.zeroth_order.rules import rule_of
 from fedapps.zeroth_order.scheme import HessianUpdate, Record, Scheme
@@ -31,7 +31,10 @@ LOG = logging.getLogger("flwr")
 T = TypeVar("T")
 
 FORMAT = 1
-"""Version of the format that this module reads and writes."""
+"""Version of the format."""
+
+FORMAT_WITH_FIXED = 2
+"""Version of a journal whose tensors have fixed elements, which programs that know only format 1 would move."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,29 @@ def header_line(header: Header) -> str:
     scheme, base = header.scheme, header.base
     return _line(
         {
-            "format": FORMAT,
+            "format": FORMAT_WITH_FIXED if header.layout.fixed else FORMAT,
             "method": scheme.method,
             "seed": str(scheme.seed),
             "distribution": scheme.distribution.value,
             "hessian-update": scheme.hessian_update.value,
             "base": {"id": base.id, "revision": base.revision, "fingerprint": base.fingerprint},
             "tensors": [
-                {"name": t.name, "shape": list(t.shape), "dtype": t.number_format.value} for t in header.layout.tensors
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "dtype": t.number_format.value,
+                    **({"fixed": [list(one) for one in t.fixed]} if t.fixed else {}),
+                }
+                for t in header.layout.tensors
             ],
         }
     )
+
+
+def _ranges(fixed: list[list[int]]) -> Ranges:
+    if not all(type(edge) is int for one in fixed for edge in one):
+        raise TypeError("'fixed' holds no integers")
+    return tuple((start, stop) for start, stop in fixed)
 
 
 def record_line(record: Record) -> str:
@@ -96,16 +111,21 @@ def parse_header(line: str, where: str) -> Header:
         JournalError: It is no header of this format.
     """
     row = _parse(line, where)
-    if row.get("format") != FORMAT:
+    if row.get("format") not in (FORMAT, FORMAT_WITH_FIXED):
         got = repr(row.get("format"))
-        raise JournalError(where, expected=f"format {FORMAT}", got=got, do="use the version that wrote it")
+        raise JournalError(
+            where, expected=f"format {FORMAT} or {FORMAT_WITH_FIXED}", got=got, do="use the version that wrote it"
+        )
 
     def build() -> Header:
         _check_keys(row, {"format", "method", "seed", "distribution", "hessian-update", "base", "tensors"}, set())
         policy = HessianUpdate(row["hessian-update"])
         scheme = Scheme(_seed(row["seed"]), row["method"], Distribution(row["distribution"]), policy)
         rule_of(scheme)
-        tensors = (TensorSpec(t["name"], tuple(t["shape"]), NumberFormat(t["dtype"])) for t in row["tensors"])
+        tensors = (
+            TensorSpec(t["name"], tuple(t["shape"]), NumberFormat(t["dtype"]), _ranges(t.get("fixed", [])))
+            for t in row["tensors"]
+        )
         base = BaseModel(row["base"]["id"], row["base"]["revision"], row["base"]["fingerprint"])
         return Header(scheme, base, Layout(tuple(tensors)))
 

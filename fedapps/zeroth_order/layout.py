@@ -1,7 +1,8 @@
 """How the trainable tensors of a model are laid end to end, and the fingerprint of a state.
 
 Element `e` of a run belongs to the tensor in whose range it lies; the order is that of `named_parameters()`, tied
-tensors once, frozen ones left out.
+tensors once, frozen ones left out. Elements that no gradient could move (the padding row of an embedding, or what a task
+says) are *fixed*: they have their place and their directions, but no probe and no update moves them, on any end.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from fedapps.zeroth_order.errors import DirectionError
 from fedapps.zeroth_order.number_formats import NumberFormat
-from fedapps.zeroth_order.tensors import Tensor, flat_view, to_numpy
+from fedapps.zeroth_order.tensors import Tensor, contiguous, flat_view, to_numpy
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""First element and the one behind the last, of a flattened tensor; rising, none empty, with elements between."""
+
+MOST_RANGES = 65_536
+"""Ranges of fixed elements that a tensor may have: the header of the journal lists them."""
 
 _CHUNK = 1 << 20  # elements hashed at a time
 
@@ -29,6 +37,18 @@ class TensorSpec:
     name: str  # its name in `named_parameters()`
     shape: tuple[int, ...]
     number_format: NumberFormat = NumberFormat.FLOAT32  # how its numbers are stored
+    fixed: Ranges = ()  # elements that nothing moves
+
+    def __post_init__(self) -> None:
+        edges = [-1, *(edge for one in self.fixed for edge in one)]
+        rising = all(a < b for a, b in pairwise(edges)) and all(len(one) == 2 for one in self.fixed)
+        if not rising or edges[-1] > self.size or len(self.fixed) > MOST_RANGES:
+            raise DirectionError(
+                f"tensor '{self.name}', fixed elements",
+                expected=f"at most {MOST_RANGES} rising ranges within its {self.size} elements",
+                got=f"{len(self.fixed)}, such as {self.fixed[:3]}",
+                do="fix whole rows",
+            )
 
     @property
     def size(self) -> int:
@@ -64,6 +84,11 @@ class Layout:
             place += tensor.size
         return offsets
 
+    @property
+    def fixed(self) -> dict[str, Ranges]:
+        """Name -> fixed elements, of the tensors that have some."""
+        return {tensor.name: tensor.fixed for tensor in self.tensors if tensor.fixed}
+
     def difference(self, other: Layout) -> str | None:
         """Say in a phrase where another layout differs first; None if they are equal."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
@@ -74,13 +99,18 @@ class Layout:
         return None
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Describe tensors, name -> NumPy array (bfloat16 as `uint16`) or torch tensor, in their order.
+def layout_of(tensors: Mapping[str, Tensor], fixed: Mapping[str, Ranges] | None = None) -> Layout:
+    """Describe tensors, name -> NumPy array (bfloat16 as `uint16`) or torch tensor, in their order; of some, what is fixed.
 
     Raises:
         DirectionError: There is none, or one is not float32, bfloat16 or float16.
     """
-    return Layout(tuple(TensorSpec(name, tuple(t.shape), _format(name, t)) for name, t in tensors.items()))
+    return Layout(
+        tuple(
+            TensorSpec(name, tuple(t.shape), _format(name, t), (fixed or {}).get(name, ()))
+            for name, t in tensors.items()
+        )
+    )
 
 
 def fingerprint(
@@ -111,7 +141,7 @@ def fingerprint(
 
 
 def _update(digest: Any, tensor: Tensor) -> None:
-    flat = flat_view(tensor)
+    flat = flat_view(contiguous(tensor))
     start = 0
     for count in _chunks(len(flat)):
         part = to_numpy(flat[start : start + count])
@@ -134,4 +164,6 @@ def _format(name: str, tensor: Tensor) -> NumberFormat:
 
 
 def _describe(tensor: TensorSpec) -> str:
-    return f"'{tensor.name}' {list(tensor.shape)} {tensor.number_format}"
+    count = sum(stop - start for start, stop in tensor.fixed)
+    fixed = f" with {count} fixed elements from {tensor.fixed[0][0]} on" if tensor.fixed else ""
+    return f"'{tensor.name}' {list(tensor.shape)} {tensor.number_format}{fixed}"

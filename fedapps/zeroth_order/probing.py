@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fedapps.zeroth_order.dispatch import perturb
 from fedapps.zeroth_order.errors import ProbeError
-from fedapps.zeroth_order.layout import layout_of
+from fedapps.zeroth_order.layout import Ranges, layout_of
 from fedapps.zeroth_order.perturbed import Perturbed
 from fedapps.zeroth_order.quiet import check_model, quiet, same_noise, trainable_parameters
 from fedapps.zeroth_order.scheme import LocalStep, Probe, Scalars, Scheme
@@ -86,6 +86,7 @@ class Prober:
         model: Any torch module on the CPU or CUDA; its trainable parameters hold `theta_r`.
         scheme: The run's scheme.
         state: The rule's state, slot -> parameter name -> float32 tensor; may be empty if the scale is 1.
+        fixed: Parameter name -> elements that neither probes nor local steps move.
         threads: Of the kernels on the CPU.
 
     Raises:
@@ -98,6 +99,7 @@ class Prober:
         scheme: Scheme,
         state: Mapping[str, Mapping[str, Any]] | None = None,
         *,
+        fixed: Mapping[str, Ranges] | None = None,
         threads: int | None = None,
     ) -> None:
         check_model(model)
@@ -105,7 +107,8 @@ class Prober:
         self.scheme = scheme
         self.parameters = trainable_parameters(model)
         self._state = state or {}
-        self._layout = layout_of(self.parameters)
+        self._layout = layout_of(self.parameters, fixed)
+        self._fixed = self._layout.fixed
         self._threads = threads
         self._scratch = _Scratch(max(p.numel() * p.element_size() for p in self.parameters.values()))
         self._moved: list[tuple[torch.Tensor, int]] = []
@@ -222,6 +225,7 @@ class Prober:
             steps=steps,
             probe=probe,
             rows=rows,
+            fixed=self._fixed.get(name, ()),
             scratch=aligned_empty if fresh else self._scratch.take,
             threads=self._threads,
         )

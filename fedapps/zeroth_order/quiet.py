@@ -26,17 +26,17 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse a model whose trainable parameters cannot be followed into every use.
 
     Raises:
-        ProbeError: Nothing is trainable, a part is compiled or scripted, elements do not lie end to end, or two names
-            share memory without being one parameter.
+        ProbeError: Nothing is trainable, a part is compiled or scripted, elements of a parameter share memory, or two
+            names do without being one parameter.
     """
     parameters = trainable_parameters(model)
     if not parameters:
         do = "leave some parameters unfrozen"
         raise ProbeError("model", expected="a trainable parameter", got="none", do=do)
     for name, parameter in parameters.items():
-        if not parameter.is_contiguous():
-            do = f"set its data to a contiguous copy (strides {parameter.stride()})"
-            raise ProbeError(f"parameter '{name}'", expected="elements end to end", got="strides", do=do)
+        if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+            do = "set its data to a clone"
+            raise ProbeError(f"parameter '{name}'", expected="memory for each element", got="an expanded one", do=do)
     for name, module in model.named_modules():
         compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
         if compiled or isinstance(module, torch.jit.ScriptModule):
@@ -102,7 +102,9 @@ def _refuse_aliases(model: torch.nn.Module, parameters: dict[str, torch.nn.Param
     for prefix, module in model.named_modules():
         held = {**module._parameters, **module._buffers, **module.__dict__}
         for name, tensor in held.items():
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in own:
+            # What torch.nn.utils (spectral_norm, prune) computes from `..._orig` before every forward pass is no alias.
+            computed = f"{name}_orig" in module._parameters and bool(module._forward_pre_hooks)
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in own and not computed:
                 ranges.append((*_range(tensor), f"{prefix}.{name}".lstrip("."), False))
     end, holder, trainable = 0, "", False
     for start, stop, name, is_trainable in sorted(r for r in ranges if r[0] < r[1]):
@@ -118,4 +120,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
         start = tensor.data_ptr()
     except RuntimeError:  # a tensor without memory of its own
         return 0, 0
-    return start, start + tensor.numel() * tensor.element_size()
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()

@@ -14,7 +14,7 @@ import numpy as np
 from fedapps.zeroth_order.dispatch import apply_rounds
 from fedapps.zeroth_order.errors import AstrayError, ReplicaError
 from fedapps.zeroth_order.journal import Slice
-from fedapps.zeroth_order.layout import Layout, fingerprint, layout_of
+from fedapps.zeroth_order.layout import Layout, Ranges, fingerprint, layout_of
 from fedapps.zeroth_order.program import compile_records
 from fedapps.zeroth_order.rules import rule_of
 from fedapps.zeroth_order.scheme import Record, Scheme
@@ -41,6 +41,7 @@ class Replica:
         theta: Name -> parameters, NumPy arrays or torch tensors such as a model's own parameters; changed in place.
         state: Slot -> name -> float32; None starts it, for parameters of the base model.
         round: The round whose state this is; 0 for the base model.
+        fixed: Name -> elements that no round moves.
         threads: Of the kernels on the CPU.
     """
 
@@ -51,19 +52,21 @@ class Replica:
         state: State | None = None,
         *,
         round: int = 0,  # noqa: A002 (the word of the journal)
+        fixed: Mapping[str, Ranges] | None = None,
         threads: int | None = None,
     ) -> None:
         self.scheme = scheme
         self.theta = theta
         self.state = start_state(scheme, theta) if state is None else state
         self.round = round
+        self._fixed = fixed or {}
         self._threads = threads
         self._half_applied = False
 
     @property
     def layout(self) -> Layout:
         """How the tensors are laid end to end."""
-        return layout_of(self.theta)
+        return layout_of(self.theta, self._fixed)
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """Get one tensor's part of the state, slot -> float32."""
@@ -112,7 +115,7 @@ class Replica:
     def rebuild(self, base: Base) -> None:
         """Go back to the base model, which must have this layout; then advance by the journal from round 0."""
         loaded = base()
-        difference = self.layout.difference(layout_of(loaded))
+        difference = self.layout.difference(layout_of(loaded, self._fixed))
         if difference is not None:
             raise ReplicaError(
                 "base model", expected="the replica's tensors", got=difference, do="load the run's base model"
@@ -148,7 +151,7 @@ class Replica:
         for name, tensor in self.theta.items():
             apply_rounds(
                 tensor, self.state_of(name), records, self.scheme,
-                offset=offsets[name], program=program, threads=self._threads,
+                offset=offsets[name], fixed=self._fixed.get(name, ()), program=program, threads=self._threads,
             )  # fmt: skip
         self._half_applied = False
         self.round = records[-1].round

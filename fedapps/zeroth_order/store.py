@@ -142,7 +142,7 @@ class Store:
             part = memory[place : place + tensor.size * dtype.itemsize].view(np.ndarray)
             array: NDArray[Any] = part.view(dtype).reshape(tensor.shape)
             (theta if slot is None else state[slot])[tensor.name] = array
-        return Replica(header.scheme, theta, state, round=start, threads=threads)
+        return Replica(header.scheme, theta, state, round=start, fixed=header.layout.fixed, threads=threads)
 
     def _mark(self, *, applying: bool) -> None:
         mark = {"key": self._key, "round": self.replica.round, "applying": applying, "boot": _boot_id()}

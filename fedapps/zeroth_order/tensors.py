@@ -45,13 +45,21 @@ def flat_view(tensor: Tensor, what: str = "parameters") -> Tensor:
     return _to_numpy(flat) if flat.device.type == "cpu" else flat
 
 
+def contiguous(tensor: Tensor) -> Tensor:
+    """Give a tensor whose elements lie end to end: itself, or a copy in their logical order (of ``channels_last``)."""
+    return np.ascontiguousarray(tensor) if isinstance(tensor, np.ndarray) else tensor.contiguous()
+
+
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """Get a tensor's elements as a NumPy array (bfloat16 as `uint16`), copied only if they lie elsewhere than on the CPU."""
     return tensor if isinstance(tensor, np.ndarray) else _to_numpy(tensor.detach().cpu())
 
 
 def like(array: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Give new flat elements, as of `flat_view` or in NumPy, the kind, dtype and device of a tensor, and a shape."""
+    """Give new flat elements, as of `flat_view` or in NumPy, the kind, dtype and device of a tensor, and a shape.
+
+    In the tensor's own shape they are copied to its memory format if that is not the contiguous one.
+    """
     if isinstance(tensor, np.ndarray):
         return array.reshape(shape)
     import torch  # only with a torch tensor
@@ -61,7 +69,10 @@ def like(array: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         array = torch.from_numpy(bits)
     if array.dtype != tensor.dtype:
         array = array.view(tensor.dtype)
-    return array.to(tensor.device).view(shape)
+    shaped = array.to(tensor.device).view(shape)
+    if tensor.is_contiguous() or tuple(tensor.shape) != shape:
+        return shaped
+    return torch.empty_like(tensor).copy_(shaped)
 
 
 def aligned_empty(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -68,6 +68,33 @@ class TiedSites(Sites):
         return TiedNet()
 
 
+class PaddedNet(torch.nn.Module):
+    """Words in a window, padded with word 0, whose row is zero; a convolution in ``channels_last``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 4, padding_idx=0)
+        self.convolution = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.head = torch.nn.Linear(3, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        seen = self.embedding(words).view(-1, 2, 2, words.shape[1])
+        return self.head(torch.tanh(self.convolution(seen)).mean(dim=(2, 3)))
+
+
+class PaddedSites(Sites):
+    """Whether there are more words above 2."""
+
+    def load(self) -> tuple[Data, Data]:
+        data, test = super().load()
+        words = np.random.default_rng(1).integers(0, 5, (len(data), 4))
+        data = Data(words, np.int64(np.sum(words > 2, axis=1) > 1), data.columns)
+        return data, data.take(np.arange(len(test)))
+
+    def build_model(self) -> torch.nn.Module:
+        return PaddedNet()
+
+
 class Conflict(Sites):
     """Three clients with the same sixteen inputs; client k says that everything is class k."""
 

@@ -36,6 +36,28 @@ def test_the_journal_and_the_first_model_give_the_model_bit_for_bit(tmp_path: Pa
     runs.assert_same_model(half.model, replay(run.folder.journal_path, run.folder.initial_path, 3).arrays)
 
 
+@pytest.mark.parametrize("method", [*METHODS, "fedzo"])
+def test_a_padding_row_stays_on_clients_on_the_server_and_in_the_replay(
+    tmp_path: Path, method: str, request: pytest.FixtureRequest
+) -> None:
+    """As under FedAvg, whose gradient there is 0; in a model of which a part is in ``channels_last``, and on nodes too."""
+    scalar_only = {} if method == "fedzo" else {f"{method}.fingerprint-every": 1}
+    config = {**scalar_only, "method": method, "task": "fedapps_testing:PaddedSites"}
+    run = tiny(tmp_path / "run", config)
+    assert all(row["folded"] == list(range(6)) for row in run.rows("train"))
+    assert not run.model["embedding.weight"][0].any()
+    options = {"sizes": "6,7,8,9,6,5"}
+    first = load_task("fedapps_testing:PaddedSites", TaskConfig(options=options, seed=0)).initial_arrays(0)
+    assert all((value != first[name]).any() for name, value in run.model.items())
+    if method == "fedzo":
+        return
+    assert b'"fixed": [[0, 4]]' in journal_of(run)
+    runs.assert_same_model(replay(run.folder.journal_path, run.folder.initial_path).arrays, run.model)
+    assert verify(run.folder.journal_path, run.folder.initial_path) == [1, 2, 3, 4, 5, 6]
+    request.getfixturevalue("nodes")  # with a store each
+    assert journal_of(tiny(tmp_path / "on nodes", config)) == journal_of(run)
+
+
 def test_two_workers_and_two_of_six_sampled_clients_write_the_same_journal(tmp_path: Path) -> None:
     """Placement of clients on workers is not sticky: each worker's replica is advanced by whoever comes."""
     config = {"fraction-train": 0.34, "num-server-rounds": 12, "hiso.fingerprint-every": 3, "seed": 2**63 - 1}

@@ -195,3 +195,35 @@ def test_a_loss_that_evaluation_would_not_report_is_refused():
 def test_evaluation_on_a_gpu_agrees_with_the_cpu(task):
     arrays, data = task.initial_arrays(0), task.load()[0]
     assert task.evaluate(arrays, data, "cuda") == pytest.approx(task.evaluate(arrays, data), rel=1e-5)
+
+
+class Padded(Made):
+    """Two embeddings with a padding row, of which one is also the output layer."""
+
+    def build_model(self):
+        model = nn.ModuleDict({"own": nn.Embedding(5, 2, padding_idx=3), "tied": nn.Embedding(4, 2, padding_idx=0)})
+        model["frozen"] = nn.EmbeddingBag(3, 2, padding_idx=1).requires_grad_(False)
+        model["head"] = nn.Linear(2, 4)
+        model["head"].weight = model["tied"].weight
+        return model
+
+
+def test_the_padding_rows_that_no_gradient_moves_are_fixed():
+    assert Padded(TaskConfig()).fixed_elements() == {"own.weight": ((6, 8),)}
+    assert Made(TaskConfig()).fixed_elements() == {}
+
+
+def test_a_task_says_which_elements_no_gradient_moves():
+    class Masked(Padded):
+        def unmoved(self, model):
+            mask = torch.zeros(4, 2, dtype=torch.bool)
+            mask[0, 1] = mask[1, 0] = mask[3, 1] = True
+            return {**super().unmoved(model), model["tied"].weight: mask}
+
+    class Misshapen(Padded):
+        def unmoved(self, model):
+            return {model["own"].weight: torch.zeros(5, dtype=torch.bool)}
+
+    assert Masked(TaskConfig()).fixed_elements() == {"own.weight": ((6, 8),), "tied.weight": ((1, 3), (7, 8))}
+    with pytest.raises(TaskError, match=r"unmoved\(\) for 'own.weight': expected .* \(5, 2\), got \(5,\)"):
+        Misshapen(TaskConfig()).fixed_elements()

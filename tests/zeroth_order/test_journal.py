@@ -185,6 +185,22 @@ def test_the_header_has_the_published_form() -> None:
     }
 
 
+def test_a_header_with_fixed_elements_has_a_format_of_its_own() -> None:
+    """A program that knows format 1 only would move them."""
+    layout = Layout((TensorSpec("w", (2, 3), fixed=((3, 6),)), TensorSpec("b", (2,))))
+    header = dataclasses.replace(FULL_HEADER, layout=layout)
+    row = json.loads(header_line(header))
+    assert row["format"] == 2
+    assert row["tensors"] == [
+        {"name": "w", "shape": [2, 3], "dtype": "float32", "fixed": [[3, 6]]},
+        {"name": "b", "shape": [2], "dtype": "float32"},
+    ]
+    assert parse_header(header_line(header), "j.jsonl") == header
+    plain = dataclasses.replace(header, layout=Layout((TensorSpec("w", (2, 3)), TensorSpec("b", (2,)))))
+    with pytest.raises(JournalError, match=r"'w' .* in the place of 'w' .* with 3 fixed elements from 3 on"):
+        Journal(header).check_model(plain.layout)
+
+
 def test_a_record_has_the_published_form() -> None:
     """Settings as set (0.1), scalars as the float32 values that they are, written in full."""
     line = record_line(FULL_RECORD)
@@ -227,7 +243,13 @@ def changed(line: str, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "j.jsonl, line 1: expected format 1, got 2; use the version that wrote it"),
+        ({"format": 3}, "j.jsonl, line 1: expected format 1 or 2, got 3; use the version that wrote it"),
+        (
+            {"tensors": [{"name": "w", "shape": [4], "dtype": "float32", "fixed": [[3, 9]]}]},
+            "fixed elements: .* 4 elements",
+        ),
+        ({"tensors": [{"name": "w", "shape": [4], "dtype": "float32", "fixed": [[2, 1]]}]}, "fixed elements: "),
+        ({"tensors": [{"name": "w", "shape": [4], "dtype": "float32", "fixed": [["0", 1]]}]}, "holds no integers"),
         ({"seed": 5}, "seed 5 is no decimal text"),
         ({"seed": str(2**64)}, r"seed: expected an integer from 0 to 2\^64 - 1"),
         ({"seed": "-1"}, "seed '-1' is no decimal text"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ import torch
 from torch import nn
 
 from fedapps.zeroth_order import quiet as module
+from fedapps.zeroth_order.directions import direction
 from fedapps.zeroth_order.errors import ProbeError
+from fedapps.zeroth_order.probing import Difference, Prober
 from fedapps.zeroth_order.quiet import check_model, quiet, same_noise, trainable_parameters
+from fedapps.zeroth_order.scheme import Scheme
 
 
 class Counting(nn.Module):
@@ -93,9 +98,9 @@ def frozen_alias() -> nn.Module:
     return model
 
 
-def transposed() -> nn.Module:
+def expanded() -> nn.Module:
     model = nn.Linear(2, 3)
-    model.weight.data = torch.randn(2, 3).t()
+    model.weight.data = torch.randn(3, 1).expand(3, 2)
     return model
 
 
@@ -114,14 +119,14 @@ def compiled_in_place() -> nn.Module:
     [
         (lambda: nn.Linear(2, 2).requires_grad_(False), "model: expected a trainable parameter, got none"),
         (nn.ReLU, "model: expected a trainable parameter, got none"),
-        (transposed, "parameter 'weight': expected elements end to end"),
+        (expanded, "parameter 'weight': expected memory for each element"),
         (tied_by_data, "expected memory of its own, got that of '[01].weight'"),
         (with_a_view, "expected memory of its own"),
         (frozen_alias, "expected memory of its own"),
         (scripted, "module '0': expected plain Python, got compiled code"),
         (compiled_in_place, "module '0': expected plain Python"),
     ],
-    ids=["frozen", "empty", "strides", "tied by data", "view", "frozen alias", "scripted", "compiled"],
+    ids=["frozen", "empty", "expanded", "tied by data", "view", "frozen alias", "scripted", "compiled"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.slow
@@ -135,5 +140,35 @@ def test_ordinary_models_are_fine() -> None:
     tied[2].weight = tied[0].weight
     check_model(tied)
     assert "2.weight" not in trainable_parameters(tied)
+    check_model(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last))
     tied[1].requires_grad_(False)
     assert list(trainable_parameters(tied)) == ["0.weight", "3.weight", "3.bias"]
+
+
+@pytest.mark.parametrize(
+    "parametrise",
+    [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm],
+    ids=["old spectral norm", "spectral norm", "weight norm"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_parametrised_layer_is_probed_through_what_its_weight_is_computed_from(
+    parametrise: Callable[[nn.Module], nn.Module],
+) -> None:
+    """A fresh model; the slope of the loss along the direction, by autograd in float64."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(parametrise(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2)), torch.randn(8, 4)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    result = Prober(model, Scheme(3, "decomfl")).probe(
+        loss, [x], first_step=0, num_probes=1, mu=1e-3, lr=0.0, difference=Difference.CENTRAL
+    )
+    exact = copy.deepcopy(model).double().eval()
+    loss(exact, x.double()).backward()
+    slope, place = 0.0, 0
+    for parameter in exact.parameters():
+        z = torch.from_numpy(direction(3, 0, 0, place, place + parameter.numel())).double().view_as(parameter)
+        slope, place = slope + float((parameter.grad * z).sum()), place + parameter.numel()
+    assert result.unused == ()
+    assert result.scalars[0][0] == pytest.approx(slope, rel=0.01)
