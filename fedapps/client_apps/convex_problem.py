@@ -12,15 +12,22 @@ from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, P
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.blocks import Block, WireDtype, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout
-from fedapps.curvature.newton import Objective, minimise, newton_steps
+from fedapps.curvature.newton import Objective, check_dense, minimise, newton_steps
 from fedapps.errors import TaskError
 from fedapps.messages.schema import Arrays
+from fedapps.methods.personalised import GIVEN_GAMMA, GIVEN_LAMBDA
 from fedapps.personalization import pfedme
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.pfedme import PFedMeConfig
 from fedapps.personalization.proximal import Proximal, curvature_by_differences, curvature_range, descend
 from fedapps.settings import Settings
 from fedapps.tasks.convex_task import WEIGHTS, ConvexTask
+
+FIRST_ORDER = (
+    "take a first-order method (fedavg, fedadam), or write the task as a torch model: a linear layer has a FOOF block, cut by"
+    " max-width into blocks that fit"
+)
+"""What to do instead of full Newton steps."""
 
 
 class ConvexProblem(LocalProblem):
@@ -41,6 +48,7 @@ class ConvexProblem(LocalProblem):
     @override
     def layout(task: ConvexTask, settings: Settings) -> Layout:
         width = len(task.initial_arrays(settings.seed)[WEIGHTS])
+        check_dense(width, f"task '{task.name}', method '{settings.method}'", do=FIRST_ORDER)
         return Layout((BlockSpec(WEIGHTS, (WEIGHTS,), 1, width),))
 
     @override
@@ -55,6 +63,7 @@ class ConvexProblem(LocalProblem):
     def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
         """Take ``K`` steps with the full Hessian of all the client's examples: an epoch is one step."""
         settings, w = self._work.settings, start[WEIGHTS]
+        check_dense(len(w), self._work.where, do=FIRST_ORDER)
         theta, P, added = newton_steps(
             self._whole, w, num_steps=settings.local_steps or settings.local_epochs, lr=self._work.lr,
             damping=settings.own.damping, where=self._work.where,
@@ -76,16 +85,19 @@ class ConvexProblem(LocalProblem):
     def fit(self, received: Arrays, pull: Pull) -> tuple[Trained, LocalFit]:
         """Find the minimiser by Newton's method, and measure it as the task can."""
         w = pull.anchor[WEIGHTS]
+        check_dense(len(w), f"{self._work.where}, fit for the choice of lambda", do=GIVEN_LAMBDA)
         v = minimise(Proximal(self._whole, w, pull.lam), w.astype(np.float64))
         return self._trained(v), self._task.local_fit(self._work.data.train, v, w, pull.lam)
 
     @override
     def largest_curvature(self, arrays: Arrays, names: Sequence[str]) -> float:
         """Compute the curvature at zero, where that of logistic regression is greatest."""
+        check_dense(len(arrays[WEIGHTS]), f"{self._work.where}, greatest curvature", do=GIVEN_GAMMA)
         return curvature_range(self._whole, np.zeros_like(arrays[WEIGHTS]))[1]
 
     @override
     def least_curvature(self, arrays: Arrays) -> float:
+        check_dense(len(arrays[WEIGHTS]), f"{self._work.where}, least curvature", do=GIVEN_GAMMA)
         return curvature_range(self._whole, arrays[WEIGHTS])[0]
 
     @override

@@ -8,6 +8,7 @@ A FedPM or LocalNewton client takes ``K`` of them (arXiv 2511.09100, the client'
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +30,10 @@ SHORTEST_STEP = 2.0**-30
 """Backtracking gives up below this share of the Newton step."""
 
 
+MOST_DENSE_BYTES = 2**31
+"""A dense matrix of more bytes is not attempted: a Newton step holds several, and a client sends half of one."""
+
+
 class Objective(Protocol):
     """A twice differentiable convex function of ``theta`` ``(d,)``, in float64."""
 
@@ -40,6 +45,22 @@ class Objective(Protocol):
 
     def hessian(self, theta: Vector) -> Matrix:
         """Compute the Hessian, ``(d, d)``."""
+
+
+def check_dense(d: int, where: str, *, do: str) -> None:
+    """Refuse a dense ``(d, d)`` matrix in float64 of more than `MOST_DENSE_BYTES`, before allocating it; ``do`` is the way out.
+
+    Raises:
+        CurvatureError: It is too large.
+    """
+    if 8 * d**2 > MOST_DENSE_BYTES:
+        most = math.isqrt(MOST_DENSE_BYTES // 8)
+        raise CurvatureError(
+            where,
+            expected=f"at most {most} weights for a full Hessian ({MOST_DENSE_BYTES / 2**30:g} GiB)",
+            got=f"{d} weights, whose Hessian has {8 * d**2 / 2**30:.1f} GiB",
+            do=do,
+        )
 
 
 class NewtonSteps(NamedTuple):

@@ -11,12 +11,19 @@ from typing import Literal
 
 import numpy as np
 
+from fedapps.curvature.newton import check_dense
 from fedapps.methods.row import Method
 from fedapps.personalization.choose_lambda import ChoiceConfig, Rule
 from fedapps.personalization.fedclup import FedClupConfig, Stale, default_gamma
 from fedapps.settings import Scalar, SettingsModel, setting
 
 _EXPORT = "whether each client writes its personal model, with a manifest, beside its state after the last round"
+
+GIVEN_GAMMA = "set fedclup.gamma-rule=average or a number for fedclup.gamma, which need no Hessian"
+"""What to do instead of a server step from ``L``."""
+
+GIVEN_LAMBDA = "set fedclup.adaptive=false and a number for fedclup.lambda"
+"""What to do instead of choosing ``lambda`` from fits."""
 
 
 class LocalTrainSettings(SettingsModel):
@@ -97,6 +104,17 @@ class FedClupSettings(PulledSettings):
             return 1 / lam
         # Of a loss without curvature only the pull is known.
         return default_gamma(lam, L or np.inf, num_clients if self.stale is Stale.REPLIES else num_sampled, num_clients)
+
+    def check_hessian(self, d: int) -> None:
+        """Refuse a convex model of ``d`` weights if the clients would need its full Hessian, and it is too large.
+
+        Raises:
+            CurvatureError: See `check_dense`.
+        """
+        if self.adaptive:
+            check_dense(d, "method 'fedclup', choice of lambda", do=GIVEN_LAMBDA)
+        if self.gamma_needs_curvature:
+            check_dense(d, "method 'fedclup', server step", do=GIVEN_GAMMA)
 
     def check_gamma(self) -> None:
         """Refuse a given ``gamma`` that ``lambda`` forbids; not with the settings, since `advise` sets ``lambda`` later.

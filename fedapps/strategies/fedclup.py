@@ -46,7 +46,8 @@ from fedapps.personalization.fedclup import (
 from fedapps.personalization.local_fits import LocalFit
 from fedapps.personalization.proximal import pulled_step, step_warning
 from fedapps.settings import RoundSettings, Settings
-from fedapps.strategies.base import RoundStrategy
+from fedapps.strategies.base import RoundStrategy, RunFiles
+from fedapps.tasks.base import Task, TaskKind
 
 logger = getLogger("flwr")
 
@@ -122,6 +123,13 @@ class FedCLUP(RoundStrategy):
     @classmethod
     def own_arguments(cls, settings: Settings) -> dict[str, Any]:
         return {"own": settings.own, "lr": settings.lr}
+
+    @override
+    def open(self, arrays: Arrays, task: Task, files: RunFiles, *, resumed: bool) -> Arrays:
+        """Prepare for a run, and refuse a convex model whose Hessian the clients could not hold."""
+        if task.kind is TaskKind.CONVEX:
+            self.own.check_hessian(sum(value.size for value in arrays.values()))
+        return super().open(arrays, task, files, resumed=resumed)
 
     # What clients are asked ------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ import torch
 
 from fedapps.client_apps.problem import NO_PULL, LocalProblem, Pull, layout_of, local_problem
 from fedapps.client_apps.work import ClientWork, Node
+from fedapps.curvature import newton
 from fedapps.curvature.blocks import WireDtype
 from fedapps.curvature.newton import Objective
-from fedapps.errors import TaskError
+from fedapps.errors import CurvatureError, TaskError
 from fedapps.methods import resolve_settings
 from fedapps.personalization.pfedme import PFedMeConfig
 from fedapps.personalization.quadratic import Quadratic, least_squares
@@ -398,3 +399,23 @@ def test_what_would_be_preconditioned_is_known_without_data() -> None:
 def test_a_convex_problem_imports_no_torch() -> None:
     code = "import sys, fedapps.client_apps.convex_problem, fedapps.client_apps.fedpm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("ask", "way_out"),
+    [
+        (lambda problem, start: problem.descend_preconditioned(start), "first-order method"),
+        (lambda problem, start: problem.fit(start, Pull(start, 0.1, 0.1)), "fedclup.adaptive=false"),
+        (lambda problem, start: problem.largest_curvature(start, ("weights",)), "fedclup.gamma-rule=average"),
+        (lambda problem, start: problem.least_curvature(start), "fedclup.gamma-rule=average"),
+    ],
+    ids=["steps", "fit", "greatest curvature", "least curvature"],
+)
+def test_a_hessian_that_is_too_large_is_not_attempted(ask: Any, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three weights, of which at most two may have a full Hessian: 72 bytes."""
+    start = {"weights": np.zeros(3)}
+    problem = local_problem(work_of(ConvexLines(TaskConfig()), start, method="localnewton"))
+    ask(problem, start)
+    monkeypatch.setattr(newton, "MOST_DENSE_BYTES", 71)
+    with pytest.raises(CurvatureError, match=f"expected at most 2 weights .*, got 3 weights.*{way_out}"):
+        ask(problem, start)

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import RecordDict
+from scipy.sparse import csr_array
 
 from fedapps.client_apps.fedavg import train as train_fedavg
 from fedapps.client_apps.work import ClientWork
 from fedapps.methods import Method
 from fedapps.tasks import Data, setting
+from fedapps.tasks.convex_task import ConvexTask
 from fedapps.tasks.synthetic import SyntheticLinearTask
 from fedapps.tasks.torch_task import TorchTask
 
@@ -66,6 +68,16 @@ class TiedSites(Sites):
 
     def build_model(self) -> torch.nn.Module:
         return TiedNet()
+
+
+class Wide(ConvexTask):
+    """Logistic regression on text: 47,236 words, of which an example has three."""
+
+    def load(self) -> tuple[Data, Data]:
+        words = np.random.default_rng(0).integers(0, 47_236, (12, 3))
+        inputs = csr_array((np.ones(36), words.ravel(), np.arange(0, 37, 3)), shape=(12, 47_236))
+        data = Data(inputs, np.where(np.arange(12) % 2, 1, -1), {"site": np.arange(12) % 3})
+        return data, data.take(np.arange(4))
 
 
 class PaddedNet(torch.nn.Module):

@@ -13,9 +13,10 @@ import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 
 from fedapps.client_apps import work
-from fedapps.errors import CheckpointError, RoundFailedError, SettingsError
+from fedapps.errors import CheckpointError, FedAppsError, RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays, unpack_arrays
 from fedapps.methods import METHODS, Method
+from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import load_arrays
 from fedapps.server_apps import run
 from fedapps.tasks import TaskConfig, load_task
@@ -438,3 +439,28 @@ def test_the_model_of_the_best_validation_is_kept_when_a_later_round_spoils_it(t
     before = short_run(tmp_path / "before", {**config, "num-server-rounds": max(best, 1)})
     assert_same_model(load_arrays(tmp_path / "run" / "best.safetensors"), before.model)
     assert max(np.abs(value).max() for value in run.model.values()) > 1e3
+
+
+@pytest.mark.parametrize(
+    ("config", "way_out"),
+    [
+        ({"method": "fedpm"}, "FOOF"),
+        ({"method": "localnewton"}, "FOOF"),
+        ({"method": "fedclup"}, r"fedclup\.gamma-rule=average"),
+        ({"method": "fedclup", "fedclup.gamma-rule": "average", "fedclup.adaptive": True}, r"fedclup\.adaptive=false"),
+    ],
+    ids=["fedpm", "localnewton", "fedclup", "choice of lambda"],
+)
+def test_a_hessian_of_16_gib_is_refused_before_round_1_with_the_nearest_choice(
+    tmp_path: Path, config: dict[str, Any], way_out: str
+) -> None:
+    """8 d^2 bytes for d = 47,236 weights."""
+    with pytest.raises(FedAppsError, match=rf"47236 weights, whose Hessian has 16\.6 GiB.*{way_out}"):
+        short_run(tmp_path / "run", {**config, "task": "fedapps_testing:Wide", "node-wait": 0.0})
+    assert not runs.Left(RunFolder.open(tmp_path / "run")).rows("train")
+
+
+@pytest.mark.parametrize("config", [{"method": "fedavg"}, {"method": "fedclup", "fedclup.gamma-rule": "average"}])
+def test_the_nearest_choice_for_many_weights_works(tmp_path: Path, config: dict[str, Any]) -> None:
+    for row in short_run(tmp_path / "run", {**config, "task": "fedapps_testing:Wide"}).rows("train"):
+        assert row["folded"] == [0, 1, 2]
