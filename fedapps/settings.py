@@ -245,7 +245,9 @@ class Settings(RoundSettings, _Run):
     data_dir: str = setting("", "folder with data files; empty = the environment variable FEDAPPS_DATA")
     task_options: str = setting("", "options of the task, as TOML text")
     method_options: str = setting("", "options of a method of your own, as TOML text")
-    run_dir: str = setting("", "absolute path of the run folder; empty = a new one in FEDAPPS_RUNS")
+    run_dir: str = setting(
+        "", "absolute path of the run folder; empty = a new one in FEDAPPS_RUNS (commands: --out, --resume)"
+    )
     resume: bool = setting(False, "go on from the checkpoint in run-dir")
     accept_changes: bool = setting(
         False, "go on although settings, version, data or journal differ from the checkpoint's"

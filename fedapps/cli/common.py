@@ -20,7 +20,15 @@ from fedapps.results.storage import UNREADABLE, fault
 from fedapps.settings import toml_float
 from fedapps.tasks.language.published import MODELS_VARIABLE, models_folder
 
-DEFAULT_OUT = Path("runs")
+DEFAULT_OUT = Path(os.environ.get("FEDAPPS_RUNS") or "runs")
+"""Folder of all runs where ``--out`` is not given."""
+
+OPTIONS = {
+    "run-dir": "--out FOLDER, in which every run gets a folder of its own, or --resume FOLDER to go on with one",
+    "resume": "--resume FOLDER",
+    "accept-changes": "--accept-changes together with --resume",
+}
+"""Settings that say where a run lies, and the option that a command has in the place of each."""
 
 TaskOption = Annotated[str | None, typer.Option(help="Name of a task, or my_pkg.my_mod:MyTask.")]
 ClientsOption = Annotated[int, typer.Option(min=1, help="Number of clients.")]
@@ -31,7 +39,7 @@ DataOption = Annotated[Path | None, typer.Option(help="Folder with data files; d
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>.")]
 ConfigOption = Annotated[list[Path] | None, typer.Option(help="TOML file with settings; later ones win.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, in TOML syntax.")]
-OutOption = Annotated[Path | None, typer.Option(help="Folder of all runs.  [default: runs]")]
+OutOption = Annotated[Path | None, typer.Option(help="Folder of all runs.  [default: $FEDAPPS_RUNS, else runs]")]
 WorkersOption = Annotated[
     int | None, typer.Option(min=0, help="Worker processes; default: one a core, in-process none.")
 ]
@@ -49,15 +57,20 @@ def gather(
         resume: Run folder to go on with.
 
     Raises:
-        SettingsError: A preset or an assignment cannot be read.
+        SettingsError: A preset or an assignment cannot be read, or says where the run lies.
     """
     values: dict[str, Any] = {}
     if resume is not None:
         values |= RunFolder.open(resume).read_settings()
     for path in config or []:
-        values |= _read_preset(path)
+        preset = _read_preset(path)
+        if path.absolute() != RunFolder(path.absolute().parent).settings_path:  # That of a run says where it lay.
+            _refuse_places(preset, f"--config {path}")
+        values |= preset
     for assignment in set_ or []:
-        values |= _parse_assignment(assignment)
+        assigned = _parse_assignment(assignment)
+        _refuse_places(assigned, "--set")
+        values |= assigned
     for key, value in options.items():
         if value is not None:
             values[key] = str(value.absolute()) if isinstance(value, Path) else value
@@ -70,6 +83,16 @@ def gather(
         # And they work in other folders.
         os.environ[MODELS_VARIABLE] = str(models_folder().absolute())
     return values
+
+
+def _refuse_places(values: Mapping[str, Any], where: str) -> None:
+    for key in OPTIONS.keys() & values.keys():
+        raise SettingsError(
+            f"{where}, key '{key}'",
+            expected="another key: commands have an option for this one",
+            got=repr(values[key]),
+            do=f"give {OPTIONS[key]}",
+        )
 
 
 def _read_preset(path: Path) -> dict[str, Any]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fedapps.cli import common
+from fedapps.errors import SettingsError
+from fedapps.results.run_folder import RunFolder
 
 Call = Callable[..., str]
 
@@ -40,6 +47,11 @@ Call = Callable[..., str]
         (["run", "--set", "task-options=" + "a=[" + "[" * 50_000], "setting 'task-options': expected TOML"),
         (["run", "--clients", "1000000", "--engine", "inprocess"], "for each of 1000000 clients"),
         (["run", "--clients", "9" * 30, "--engine", "inprocess"], f"for each of {'9' * 30} clients"),
+        (["run", "--set", "run-dir=/x"], "--set, key 'run-dir': expected another key: commands have an option"),
+        (["run", "--set", "run-dir=/x"], "give --out FOLDER"),
+        (["run", "--set", "resume=true"], "give --resume FOLDER"),
+        (["run", "--set", "accept-changes=true"], "give --accept-changes"),
+        (["compare", "--methods", "fedavg", "--set", "run-dir=/x"], "give --out FOLDER"),
         (["run", "--device", "cuda:9"], "setting 'device': expected a device of this machine"),
     ],
 )  # fmt: skip
@@ -65,3 +77,26 @@ def test_a_preset_that_is_none_is_told_in_one_line(call: Call, tmp_path: Path, c
     output = call("run", "--config", str(path), code=1)
     assert output.startswith(f"SettingsError: --config {path}: expected a TOML file with settings, got ")
     assert len(output.strip().splitlines()) == 1
+
+
+def test_a_preset_that_says_where_a_run_lies_is_refused_unless_it_is_that_of_a_run(tmp_path: Path) -> None:
+    preset, of_a_run = tmp_path / "preset.toml", RunFolder(tmp_path).settings_path
+    for path in (preset, of_a_run):
+        path.write_text('run-dir = "/x"\nlr = 0.5\n', encoding="utf-8")
+    with pytest.raises(SettingsError, match=rf"--config {preset}, key 'run-dir'.* give --out FOLDER"):
+        common.gather({}, [preset], None)
+    values = common.gather({}, [of_a_run], None)
+    assert (values["run-dir"], values["lr"]) == ("", 0.5)
+
+
+@pytest.mark.slow
+def test_the_folder_of_all_runs_is_that_of_the_environment(tmp_path: Path) -> None:
+    """In a process of its own, as every command is."""
+    for given, expected in ((None, "runs"), (str(tmp_path / "mine"), str(tmp_path / "mine"))):
+        environment = {name: value for name, value in os.environ.items() if name != "FEDAPPS_RUNS"}
+        environment |= {} if given is None else {"FEDAPPS_RUNS": given}
+        code = "from fedapps.cli import common; print(common.DEFAULT_OUT)"
+        output = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert output.stdout.strip() == expected
