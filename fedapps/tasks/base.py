@@ -91,6 +91,14 @@ class TaskConfig:
                 raise TaskError(name, expected="a share in [0, 1)", got=f"{share:g}", do="make it smaller")
 
 
+def describe_targets(targets: NDArray[Any]) -> str:
+    """Describe targets for a message: ``"1 to 3 (int64, shape (20,))"``, or the first of them where they have no order."""
+    kind = f"({targets.dtype}, shape {targets.shape})"
+    if targets.dtype.kind in "biuf" and targets.size:
+        return f"{targets.min()} to {targets.max()} {kind}"
+    return f"{', '.join(repr(str(target)) for target in targets.ravel()[:3])} {kind}"
+
+
 @dataclass(frozen=True, eq=False)
 class Data:
     """Examples: inputs, targets and further columns, with equal first dimension.
@@ -308,7 +316,17 @@ class Task(ABC):
                 got="none",
                 do="check the data that the task loads",
             )
+        for what, data in (("training pool", train), ("test set", test)):
+            if len(data):
+                self.check_targets(data, f"task '{self.name}', targets of the {what}")
         return train, test
+
+    def check_targets(self, data: Data, where: str) -> None:  # noqa: B027 - a task need not check anything
+        """Refuse targets that the task's loss cannot take, as soon as they are loaded; by default none are.
+
+        Raises:
+            TaskError: Which targets came, and which are expected.
+        """
 
     @cached_property
     def _pool_and_validation(self) -> tuple[Data, Data]:

@@ -19,7 +19,7 @@ from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_gradients
 from fedapps.settings import setting
-from fedapps.tasks.base import Data, Task, TaskKind
+from fedapps.tasks.base import Data, Task, TaskKind, describe_targets
 
 WEIGHTS = "weights"
 """Name of the one array of a convex model, ``(d,)`` float64."""
@@ -48,14 +48,22 @@ class ConvexTask(Task):
         Raises:
             TaskError: A target is neither -1 nor +1.
         """
-        if not np.isin(data.targets, (-1, 1)).all():
+        ConvexTask.check_targets(self, data, f"task '{self.name}', targets")
+        return LogisticRegression(data.inputs, data.targets, self.options.regularisation)
+
+    @override
+    def check_targets(self, data: Data, where: str) -> None:
+        """Refuse targets that are not -1 or +1, ``(n,)``, where the objective is that of logistic regression."""
+        if type(self).objective is not ConvexTask.objective:
+            return
+        wrong = np.zeros(0) if data.targets.dtype.kind in "US" else data.targets[~np.isin(data.targets, (-1, 1))]
+        if data.targets.ndim != 1 or data.targets.dtype.kind in "US" or len(wrong):
             raise TaskError(
-                f"task '{self.name}', targets",
-                expected="-1 or +1",
-                got=str(data.targets[~np.isin(data.targets, (-1, 1))][0]),
+                where,
+                expected="-1 or +1 for each example, shape (n,)",
+                got=describe_targets(data.targets),
                 do="map the two classes to -1 and +1 in load()",
             )
-        return LogisticRegression(data.inputs, data.targets, self.options.regularisation)
 
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:
         r"""Measure a fit to some examples, for the choice of ``lambda`` in FedCLUP.

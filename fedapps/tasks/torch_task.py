@@ -44,6 +44,7 @@ no gradient moves). A model that reads padded sequences says which positions are
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -57,7 +58,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from fedapps.errors import TaskError
-from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind
+from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind, describe_targets
 from fedapps.tasks.splits import Indices
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
 
@@ -181,6 +182,59 @@ class TorchTask(Task):
         return _tensor(data.inputs, device), _tensor(data.targets, device)
 
     @override
+    def check_targets(self, data: Data, where: str) -> None:
+        """Refuse targets that are no numbers, or that the loss cannot take beside what the model gives for two examples.
+
+        Cross-entropy takes class numbers, integers from 0 to the number of the model's outputs less 1; what a loss of one's
+        own takes, it says itself. A task with a loss that needs more than the outputs is not asked.
+        """
+        if type(self).tensors is TorchTask.tensors and data.targets.dtype.kind not in "biuf":
+            raise TaskError(
+                where,
+                expected="numbers",
+                got=describe_targets(data.targets),
+                do="number the classes from 0 in load(), for example with numpy.unique(..., return_inverse=True)",
+            )
+        if type(self).loss is not TorchTask.loss:
+            return
+        model = self._build(self.config.seed).eval()
+        with torch.random.fork_rng(devices=[]):
+            try:
+                inputs, targets = self.tensors(data.take(np.arange(min(2, len(data)))))
+                outputs = model(inputs)
+            except Exception:  # not about the targets: the first forward pass of the run tells it with its own words
+                return
+            if type(self).criterion is TorchTask.criterion and outputs.dim() > 1:
+                self._check_classes(data.targets, outputs, where)
+                return
+            try:
+                # Of shapes that do not fit torch only warns, and takes the loss of every output with every target.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message="Using a target size")
+                    torch.autograd.backward(self.criterion(outputs, targets))
+            except (RuntimeError, ValueError, TypeError, IndexError, UserWarning) as error:
+                got = f"{describe_targets(data.targets)} for outputs of shape (n, {str(tuple(outputs.shape[1:]))[1:]}"
+                raise TaskError(
+                    where,
+                    expected="what criterion() takes beside the model's outputs",
+                    got=f"{got} ({str(error).splitlines()[0]})",
+                    do="give targets of the outputs' shape and kind in load(), or change criterion()",
+                ) from error
+
+    def _check_classes(self, targets: NDArray[Any], outputs: torch.Tensor, where: str) -> None:
+        """Refuse what is no number of a class: of outputs ``(n, classes, ...)`` there is one for each ``(n, ...)``."""
+        classes, places = outputs.shape[1], tuple(outputs.shape[2:])
+        shaped = targets.shape[1:] == places
+        if not shaped or targets.dtype.kind not in "biu" or targets.min() < 0 or targets.max() >= classes:
+            shape = f"(n, {', '.join(map(str, places))})" if places else "(n,)"
+            raise TaskError(
+                where,
+                expected=f"integers from 0 to {classes - 1}, a class of the model's {classes} outputs, of shape {shape}",
+                got=describe_targets(targets),
+                do="number the classes from 0 in load(), give the model as many outputs, or override criterion()",
+            )
+
+    @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         return self.evaluate_module(self.module(arrays, device), data)
 
@@ -266,4 +320,5 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
             do="call .toarray() on a sparse matrix in load()",
         )
     dtype = torch.float32 if array.dtype.kind == "f" else torch.int64
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch takes this machine's order of bytes only
     return torch.tensor(array, dtype=dtype, device=device)

@@ -81,10 +81,31 @@ def test_one_example_is_enough(data):
 
 
 def test_targets_other_than_plus_and_minus_one_are_refused(data):
-    with pytest.raises(TaskError, match=r"expected -1 or \+1, got 0.*map the two classes"):
+    with pytest.raises(TaskError, match=r"expected -1 or \+1 .* got 0.*map the two classes"):
         Made(TaskConfig()).objective(Data(data.inputs, (TARGETS + 1) / 2))
 
 
 def test_a_negative_penalty_is_refused():
     with pytest.raises(TaskError, match=r"option 'regularisation': expected a finite number >= 0, got -0\.1"):
         Made(TaskConfig(options={"regularisation": -0.1}))
+
+
+@pytest.mark.parametrize(
+    ("targets", "got"),
+    [
+        (np.array([1, 2, 1, 2]), r"1 to 2 \(int64, shape \(4,\)\)"),
+        (np.array(["yes", "no", "no", "no"]), r"'yes', 'no', 'no' \(<U3"),
+        (np.array([[1], [-1], [1], [1]]), r"-1 to 1 \(int64, shape \(4, 1\)\)"),
+    ],
+    ids=["1 and 2", "text", "column"],
+)
+def test_targets_that_are_no_signs_are_told_when_they_are_loaded(targets: np.ndarray, got: str) -> None:
+    class Own(ConvexTask):
+        def load(self) -> tuple[Data, Data]:
+            data = Data(np.ones((4, 2)), targets)
+            return data, data
+
+    with pytest.raises(
+        TaskError, match=rf"targets of the training pool: expected -1 or \+1 for each example.*got {got}"
+    ):
+        Own(TaskConfig()).server_data()

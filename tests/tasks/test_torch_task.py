@@ -227,3 +227,64 @@ def test_a_task_says_which_elements_no_gradient_moves():
     assert Masked(TaskConfig()).fixed_elements() == {"own.weight": ((6, 8),), "tied.weight": ((1, 3), (7, 8))}
     with pytest.raises(TaskError, match=r"unmoved\(\) for 'own.weight': expected .* \(5, 2\), got \(5,\)"):
         Misshapen(TaskConfig()).fixed_elements()
+
+
+def _with_targets(targets, outputs=3, criterion=None):
+    class Own(TorchTask):
+        def load(self):
+            data = Data(np.ones((len(targets), 4), np.float32), np.asarray(targets))
+            return data, data.take(np.arange(2))
+
+        def build_model(self):
+            return nn.Linear(4, outputs)
+
+    if criterion is not None:
+        Own.criterion = lambda self, outputs, targets: criterion(outputs, targets)
+    return Own(TaskConfig(), name="own")
+
+
+RANGE = r"targets of the training pool: expected integers from 0 to 2, a class of the model's 3 outputs, of shape \(n,\), got "
+
+
+@pytest.mark.parametrize(
+    ("targets", "match"),
+    [
+        ([1, 2, 3, 1], RANGE + r"1 to 3 \(int64, shape \(4,\)\)"),
+        ([0, -1, 2, 1], RANGE + "-1 to 2"),
+        ([0.0, 1.0, 2.0, 0.5], RANGE + r"0\.0 to 2\.0 \(float64"),
+        ([[0], [1], [2], [0]], RANGE + r"0 to 2 \(int64, shape \(4, 1\)\)"),
+        (
+            ["cat", "dog", "cat", "emu"],
+            r"targets of the training pool: expected numbers, got 'cat', 'dog', 'cat' \(<U3",
+        ),
+    ],
+    ids=["from 1", "negative", "float", "column", "text"],
+)
+def test_labels_that_are_no_classes_are_told_when_they_are_loaded(targets, match):
+    with pytest.raises(TaskError, match=match):
+        _with_targets(targets).server_data()
+
+
+@pytest.mark.parametrize("dtype", [">i4", ">u2", "<i8", np.uint8, bool])
+def test_labels_of_any_integer_type_and_order_of_bytes_are_classes(dtype):
+    task = _with_targets(np.array([0, 1, 1, 0]).astype(dtype))
+    assert task.tensors(task.client_data(0, 1).train)[1].tolist() == [0, 1, 1, 0]
+    assert task.evaluate(task.initial_arrays(0), task.server_data().test)["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("targets", "outputs", "match"),
+    [
+        (np.array([1, 2, 3, 4]), 1, r"got 1 to 4 \(int64, shape \(4,\)\) for outputs of shape \(n, 1,?\)"),
+        (np.array([0.5, 2, 3, 4]), 1, r"got 0\.5 to 4\.0 \(float64, shape \(4,\)\)"),
+        (np.array([[0.5], [2], [3], [4]]), 2, r"shape \(4, 1\)\) for outputs of shape \(n, 2,?\)"),
+        (np.array(["a", "b", "c", "d"]), 1, "expected numbers, got 'a', 'b', 'c'"),
+    ],
+    ids=["integers", "row", "column", "text"],
+)
+def test_targets_that_a_loss_of_ones_own_cannot_take_are_told_when_they_are_loaded(targets, outputs, match):
+    """Squares of one output and one target each; torch only warns where it would take all pairs."""
+    with pytest.raises(TaskError, match=match):
+        _with_targets(targets, outputs, functional.mse_loss).server_data()
+    fits = _with_targets(np.array([[0.5], [2], [3], [4]], ">f8"), 1, functional.mse_loss)
+    assert fits.tensors(fits.server_data().test)[1].tolist() == [[0.5], [2.0]]
