@@ -69,7 +69,9 @@ class FedClupSettings(PulledSettings):
     lambda_min: float = setting(1e-3, "least lambda of the choice; also that of the local fits", gt=0)
     lambda_max: float = setting(1e3, "greatest lambda of the choice", gt=0)
     c: float = setting(1.0, "factor of the choice; 1 is the theory's", gt=0)
-    rule: Rule = setting(Rule.BALANCE, "balance: c s2 d/(n R^2); two-cases: a bound, by whether R exceeds 1/sqrt(n)")
+    rule: Rule = setting(
+        Rule.BALANCE, "balance: c s2 d/(n R^2); two-cases: c/(n R^2) if R exceeds 1/sqrt(n), else c/(sqrt(n) R)"
+    )
 
     @property
     def patterns(self) -> list[str]:

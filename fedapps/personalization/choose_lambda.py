@@ -17,9 +17,10 @@ error comes from how ``|v_i - w|^2 - q_i`` varies over clients. It is too large 
 a fit's distance says little about its distance from the others: then the answer is *not decided*, and the round of local
 fits is repeated from their mean. So it is if one client of several reported.
 
-Departures: the paper (arXiv 2410.08934, Corollary 1) takes ``R`` as given and has two cases, `Rule.TWO_CASES`, with constants
-that nobody knows; the bounds stand for them. For unequal ``p_i`` the factor ``m/(m-1)`` is ``1/(1 - sum p_i^2)`` and the
-mean of ``q_i`` has weights ``p_i (1 - p_i)``, which keeps both unbiased.
+Departures: the paper (arXiv 2410.08934, Corollary 1) takes ``R`` as given and has two cases, `Rule.TWO_CASES`, with a
+constant ``c`` that nobody knows: there it is that of the settings, and the noise ``s2 d`` is not looked at. For unequal
+``p_i`` the factor ``m/(m-1)`` is ``1/(1 - sum p_i^2)`` and the mean of ``q_i`` has weights ``p_i (1 - p_i)``, which keeps
+both unbiased.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Rule(StrEnum):
     BALANCE = "balance"
     """``lambda = c s2 d / (n R^2)``."""
     TWO_CASES = "two-cases"
-    """Lower bound if ``R > 1/sqrt(n)``, else upper bound. arXiv 2410.08934, Corollary 1, constants taken as 1."""
+    """``lambda = c / (n R^2)`` if ``R > 1/sqrt(n)``, else ``c / (sqrt(n) R)``: the authors' choice for arXiv 2410.08934,
+    Corollary 1, where the ``1/n`` of the theory stands for ``s2 d / n``."""
 
 
 class Reason(StrEnum):
@@ -174,7 +176,9 @@ def choose_lambda(
 
 def _apply_rule(config: ChoiceConfig, R2: float, s2: float, d: int, n: float) -> float:
     if config.rule is Rule.TWO_CASES:
-        return config.lower if 1 / n < R2 else config.upper
+        # Both are c where R = 1/sqrt(n).
+        nR2 = n * max(R2, 0.0)
+        return config.c / (nR2 if nR2 > 1 else math.sqrt(nR2)) if nR2 > 0 else math.inf
     return config.c * s2 * d / (n * R2) if R2 > 0 else math.inf
 
 

@@ -152,7 +152,11 @@ class Advice:
                 "The loss of a network need not be convex: no number of local steps or rounds is predicted, and L is that of"
                 " the initial model."
             )
-        bound = "no bound is known" if self.num_rounds is None else f"at most {self.num_rounds:.0f}"
+        bound = (
+            "no bound is known"
+            if self.num_rounds is None or math.isinf(self.num_rounds)
+            else f"at most {math.ceil(self.num_rounds)}"
+        )
         return (
             f"K = {self.num_local_steps} local steps: (L + lambda)/(mu + lambda) with mu = {self.mu:.4g}; rounds to a"
             f" {EPS:g}th of the distance: {bound}"

@@ -110,14 +110,20 @@ def test_one_fit_decides_for_a_client_that_is_alone_and_for_no_other() -> None:
     assert two.decided
 
 
-@pytest.mark.parametrize(("n", "expected"), [pytest.param(10, 0.1, id="R above"), pytest.param(2, 7.0, id="R below")])
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        pytest.param(10, 0.5 / (10 * 0.4 / 3), id="R above"),
+        pytest.param(2, 0.5 / math.sqrt(2 * 0.4 / 3), id="R below"),
+    ],
+)
 def test_the_papers_two_cases_compare_r_with_one_over_root_n(n: int, expected: float) -> None:
-    """R^2 = (4/3)(0.5 - 0.1) - 0.4 = 0.133: above 1/10, below 1/2."""
-    config = ChoiceConfig(0.1, 7.0, rule=Rule.TWO_CASES)
+    """R^2 = (4/3)(0.5 - 0.1) - 0.4 = 0.133: above 1/10, below 1/2; c / (n R^2) and c / (sqrt(n) R) with c = 0.5."""
+    config = ChoiceConfig(0.1, 7.0, 0.5, rule=Rule.TWO_CASES)
     fits = fits_of([0.499, 0.5, 0.5, 0.501], noise=0.4, n=n)
     report = choose_lambda(fits, dict.fromkeys(fits, 0.25), 0.1, 3, config)
     assert pytest.approx(0.4 / 3) == report.R2
-    assert report.lam == expected
+    assert report.lam == pytest.approx(expected)
     assert report.reason is Reason.RULE
 
 

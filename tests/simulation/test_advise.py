@@ -63,6 +63,15 @@ def test_curvature_steps_and_rounds_are_those_of_the_clients_data() -> None:
     assert "by the rule" in text
 
 
+@pytest.mark.parametrize(
+    ("rounds", "said"), [(12.3, "at most 13"), (12.0, "at most 12"), (np.inf, "no bound is known")]
+)
+def test_a_bound_of_rounds_is_never_rounded_down(rounds: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Advice, "num_rounds", rounds)
+    (line,) = [line for line in advise(LINEAR, 5).lines() if "of the distance: " in line]
+    assert line.endswith(f": {said}")
+
+
 def test_clients_that_are_alike_are_told_to_share() -> None:
     config = {**LINEAR, "task-options": LINEAR["task-options"].replace("2.0", "0.0")}
     advice = advise(config, 5)

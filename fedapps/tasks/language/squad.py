@@ -129,7 +129,5 @@ def f1(predicted: str, answers: Sequence[str]) -> float:
 
 
 def _f1(predicted: list[str], answer: list[str]) -> float:
-    if not predicted or not answer:
-        return float(predicted == answer)
     common = sum((Counter(predicted) & Counter(answer)).values())
-    return 2 * common / (len(predicted) + len(answer))
+    return 2 * common / (len(predicted) + len(answer)) if common else 0.0  # also 0 where both are empty, as in v1.1
