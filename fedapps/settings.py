@@ -201,6 +201,10 @@ class _Run(SettingsModel):
 
     method: str = setting("fedpm", "name of a method, or my_pkg.my_mod:METHOD for one of your own")
     task: str = setting("digits", "name of a task, or my_pkg.my_mod:MyTask for one of your own")
+    preset: Literal["", "paper"] = setting(
+        "",
+        "paper = the published setting of the method, for what is left out or auto; empty = what was found to work here",
+    )
     num_server_rounds: int = setting(10, "rounds in all, those before a resume included", ge=1)
 
 

@@ -1,7 +1,7 @@
 """Write the parts of files that are generated from the code, or check that they are up to date.
 
 * ``[tool.flwr.app.config]`` in `pyproject.toml`: every setting with its default;
-* the settings table in `docs/settings.md`;
+* the settings table and that of the preset ``paper`` in `docs/settings.md`;
 * the table of methods in `README.md`.
 
 Usage: ``python scripts/generate.py [--check]``
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedapps.methods import METHODS, method_groups
 from fedapps.results.settings_file import to_toml
-from fedapps.settings import all_keys, bounds_of, choices_of, default_config, default_of, kind_of
+from fedapps.settings import all_keys, bounds_of, choices_of, default_config, default_of, keys_of, kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,6 +57,19 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
+def presets_table() -> str:
+    """What the preset ``paper`` sets, as a Markdown table."""
+    rows = ["| method | tasks | `preset = paper` |", "| --- | --- | --- |"]
+    for method in METHODS:
+        for tasks, values in method.published.items():
+            own = keys_of(method.own_settings) if method.own_settings else {}
+            keys = {f"{method.group}.{key}" if key in own else key: value for key, value in values.items()}
+            rows.append(
+                f"| `{method.name}` | {tasks or 'all'} | {', '.join(f'`{k} = {v}`' for k, v in keys.items())} |"
+            )
+    return "\n".join(rows)
+
+
 def methods_table() -> str:
     """The registry as a Markdown table."""
     rows = [
@@ -76,6 +89,7 @@ def main() -> int:
     parts = [
         (ROOT / "pyproject.toml", "# <generated: settings>", "# </generated>", run_config()),
         (ROOT / "docs" / "settings.md", "<!-- generated: settings -->", "<!-- /generated -->", settings_table()),
+        (ROOT / "docs" / "settings.md", "<!-- generated: presets -->", "<!-- /generated presets -->", presets_table()),
         (ROOT / "README.md", "<!-- generated: methods -->", "<!-- /generated -->", methods_table()),
     ]
     stale = []

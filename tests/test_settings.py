@@ -61,7 +61,7 @@ def test_flatten_and_parse_are_inverse(method: Method) -> None:
         ("lr", "0.1", "expected a value of type float or 'auto', got '0.1'"),
         ("lr", math.inf, "expected a finite number > 0, got inf"),
         ("lr", 10**400, "expected a value of type float or 'auto', got 1000"),
-        ("fedpm.estimate", 3, "setting 'fedpm.estimate': expected a value of type str, got 3"),
+        ("fedpm.estimate", 3, "setting 'fedpm.estimate': expected a value of type str or 'auto', got 3"),
         ("lr", "fast", "expected a value of type float or 'auto', got 'fast'"),
         ("lr", math.nan, "expected a finite number > 0, got nan"),
         ("lr", 0.0, "> 0, got 0.0"),

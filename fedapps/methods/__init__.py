@@ -111,6 +111,16 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
     tuned: dict[str, Scalar] = {}
     for name in (task_kind, task_group(task), task):
         tuned |= {**TUNED.get(name, {}), **method.tuned.get(name, {})}
+    if _text(run_config, "preset") == "paper":
+        if not method.published:
+            raise SettingsError(
+                f"setting 'preset' of method '{method.name}'",
+                expected="'' for a method without a published setting here",
+                got="'paper'",
+                do="leave it out; it is there for " + ", ".join(row.name for row in METHODS if row.published),
+            )
+        for name in ("", task_kind, task_group(task)):
+            tuned |= method.published.get(name, {})
     return parse(run_config, groups=method_groups(), group=method.group, own_class=method.own_settings, tuned=tuned)
 
 

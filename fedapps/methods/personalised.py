@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from fedapps.curvature.newton import check_dense
 from fedapps.methods.row import Method
 from fedapps.personalization.choose_lambda import ChoiceConfig, Rule
 from fedapps.personalization.fedclup import FedClupConfig, Stale, default_gamma
@@ -70,7 +69,9 @@ class FedClupSettings(PulledSettings):
     lambda_max: float = setting(1e3, "greatest lambda of the choice", gt=0)
     c: float = setting(1.0, "factor of the choice; 1 is the theory's", gt=0)
     rule: Rule = setting(
-        Rule.BALANCE, "balance: c s2 d/(n R^2); two-cases: c/(n R^2) if R exceeds 1/sqrt(n), else c/(sqrt(n) R)"
+        Rule.BALANCE,
+        "balance (auto): c s2 d/(n R^2); two-cases (paper): c/(n R^2) if R exceeds 1/sqrt(n), else c/(sqrt(n) R)",
+        tuned=True,
     )
 
     @property
@@ -113,6 +114,8 @@ class FedClupSettings(PulledSettings):
         Raises:
             CurvatureError: See `check_dense`.
         """
+        from fedapps.curvature.newton import check_dense  # imports SciPy, which a list of the methods does not need
+
         if self.adaptive:
             check_dense(d, "method 'fedclup', choice of lambda", do=GIVEN_LAMBDA)
         if self.gamma_needs_curvature:
@@ -158,7 +161,9 @@ METHODS: tuple[Method, ...] = (
         client="fedapps.client_apps.fedclup:train",
         group="fedclup",
         own_settings=FedClupSettings,
-        tuned=_tuned({"lambda": 0.3}, {"lambda": 0.05}),
+        # Gradient descent on all of a client's data; the server step 1/lambda + 1/L is the default.
+        published={"": {"batch-size": 0, "rule": "two-cases"}},
+        tuned=_tuned({"lambda": 0.3, "rule": "balance"}, {"lambda": 0.05, "rule": "balance"}),
     ),
     _method(
         name="pfedme",

@@ -37,6 +37,8 @@ class Method:
         task_kinds: Kinds of task that the method can train.
         replicas: Whether ends hold replicas that draw the same directions: kernels are compared in the handshake, and the
             run folder holds a journal.
+        published: The preset ``paper``: kind or group of tasks, or ``""`` for all -> values of keys that are ``"auto"``; empty
+            for a method without one.
         tuned: Task name (or group of tasks, ``language``, or kind, ``convex`` or ``torch``) -> values for the keys that
             are ``"auto"``.
     """
@@ -57,6 +59,7 @@ class Method:
     own_settings: type[SettingsModel] | None = None
     task_kinds: tuple[str, ...] = ("torch", "convex")
     replicas: bool = False
+    published: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     tuned: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
 
     def load_strategy(self) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
 from pydantic import field_validator
 
 from fedapps.methods.row import Method
-from fedapps.settings import SettingsModel, setting
+from fedapps.settings import Scalar, SettingsModel, setting
 
 
 class SecondOrderSettings(SettingsModel):
@@ -23,16 +24,24 @@ class SecondOrderSettings(SettingsModel):
 
     estimate: Literal["average", "last-batch", "full-pass"] = setting(
         "average",
-        "FOOF block from the last batch (the paper), an exponential average over the round's batches, or a pass over all "
-        "of the client's examples before the round",
+        "FOOF block from the last batch (the paper), an exponential average over the round's batches (auto), or a pass over "
+        "all of the client's examples before the round",
+        tuned=True,
     )
     decay: float = setting(0.9, "weight of the past in the exponential average, for each local step", ge=0, le=0.999)
-    refresh: int = setting(10, "local steps that use one FOOF block and its factorisation (paper: 1)", ge=1)
+    refresh: int = setting(
+        10, "local steps that use one FOOF block and its factorisation (auto: 10; paper: 1)", ge=1, tuned=True
+    )
     """Layers with fewer rows in a batch than their width have a new one at each of the round's first ``refresh`` steps."""
 
-    max_rows: int = setting(0, "rows of a batch that enter a FOOF block, a random sample; 0 = all", ge=0)
+    max_rows: int = setting(
+        0, "rows of a batch that enter a FOOF block, a random sample; 0 (auto) = all", ge=0, tuned=True
+    )
     max_width: int = setting(
-        4096, "wider layers are cut into diagonal blocks of at most this width; 0 = none is cut", ge=0
+        4096,
+        "wider layers are cut into diagonal blocks of at most this width (auto: 4096; paper: 0); 0 = none is cut",
+        ge=0,
+        tuned=True,
     )
 
 
@@ -81,9 +90,15 @@ class FedPMSettings(SecondOrderSettings):
         return rows
 
 
+PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
+"""FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
+
+
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(",")) if text else ()
 
+
+_BLOCKS = {key: SecondOrderSettings.model_fields[key.replace("-", "_")].default for key in PUBLISHED_BLOCKS}
 
 _method = partial(
     Method,
@@ -91,8 +106,8 @@ _method = partial(
     client_state="none",
     layout="fedapps.client_apps.problem:layout_of",
     tuned={
-        "convex": {"lr": 1.0, "damping": 0.0},
-        "torch": {"lr": 0.1, "damping": 0.1},
+        "convex": {"lr": 1.0, "damping": 0.0, **_BLOCKS},
+        "torch": {"lr": 0.1, "damping": 0.1, **_BLOCKS},
         # At 0.1 FedPM diverges after round 7 on the CIFAR-10 subset (10 clients, alpha 0.1).
         "language": {"lr": 0.01},
         "cifar10": {"lr": 0.03},
@@ -111,6 +126,7 @@ METHODS: tuple[Method, ...] = (
         strategy="fedapps.strategies.fedpm:FedPM",
         client="fedapps.client_apps.fedpm:train",
         group="fedpm",
+        published={"": {"weighting": "uniform", **PUBLISHED_BLOCKS}},
         own_settings=FedPMSettings,
     ),
     _method(

@@ -125,6 +125,13 @@ def _tuned(torch: Mapping[str, Scalar], language_lr: float) -> Mapping[str, Mapp
     return {"torch": {**every, **torch}, "language": {"local-steps": 1, "num-probes": 1, "lr": language_lr}}
 
 
+_DECOMFL_PUBLISHED: Mapping[str, Mapping[str, Scalar]] = {
+    "": {"weighting": "uniform", "local-steps": 1, "batch-size": 32, "num-probes": 5},
+    "language": {"lr": 1e-5},
+}
+"""The command of the authors' repository (github.com/ZidongLiu/DeComFL), whose mu, forward difference and Gaussian directions
+are the defaults here; its weight decay of 5e-4 has no counterpart."""
+
 _method = partial(Method, family="zeroth order", task_kinds=("torch",))
 
 METHODS: tuple[Method, ...] = (
@@ -143,14 +150,16 @@ METHODS: tuple[Method, ...] = (
             group=title.lower(),
             own_settings=own,
             replicas=True,
+            published=published,
             tuned=tuned,
         )
-        for title, rule, paper, own, tuned in (
+        for title, rule, paper, own, published, tuned in (
             (
                 "HiSo",
                 "theta - eta D, H learns D * D, z = u / sqrt(H)",
                 "arXiv 2506.02370",
                 HiSoSettings,
+                {},
                 _tuned({"lr": 0.03, "nu": 0.1}, 2e-4),
             ),
             (
@@ -158,6 +167,7 @@ METHODS: tuple[Method, ...] = (
                 "theta - eta D",
                 "Li et al., ICLR 2025, arXiv 2405.15861",
                 DeComFLSettings,
+                _DECOMFL_PUBLISHED,
                 _tuned({"lr": 0.1}, 2e-5),
             ),
             (
@@ -165,6 +175,7 @@ METHODS: tuple[Method, ...] = (
                 "theta - eta m, H as HiSo",
                 "arXiv 2506.02370 (names it as an extension)",
                 HiSoMomentumSettings,
+                {},
                 _tuned({"lr": 0.05, "nu": 0.1, "momentum": 0.5}, 1e-4),
             ),
         )
