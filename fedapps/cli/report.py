@@ -15,6 +15,7 @@ from fedapps.results.personal import client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains, plot_run
 from fedapps.results.report import Run, compare_sections, compare_table, load_run, run_table
 from fedapps.results.tables import Record, to_csv, to_json_rows, to_markdown
+from fedapps.simulation.sweep import RECORD, read_record
 
 
 class Format(StrEnum):
@@ -30,7 +31,10 @@ _FOR_PROGRAMS: Mapping[Format, Callable[[Sequence[Record]], str]] = {Format.CSV:
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="DIR...")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders; a comparison's folder stands for its chosen runs.", metavar="DIR..."),
+    ],
     target: Annotated[
         float | None, typer.Option(help="Value to reach, of the task's own metric, for the rounds-to-target columns.")
     ] = None,
@@ -41,7 +45,7 @@ def report(
 ) -> None:
     """Turn one or several run folders into a table and a figure."""
     with told() as console:
-        runs = [load_run(path) for path in folders]
+        runs = [run for path in folders for run in _runs_in(path)]
         one = run_table(runs, target) if len(runs) == 1 else []
         several = compare_table(runs, target) if len(runs) > 1 else []
         sections = compare_sections(several) if several else {"": [row.cells() for row in one]}
@@ -63,7 +67,7 @@ def report(
         if out is None and format_ is not Format.TABLE:
             return
         told_console = console if format_ is Format.TABLE else Console(stderr=True)
-        place = out or (folders[0] if len(runs) == 1 else Path())
+        place = out or (folders[0] if len(folders) == 1 else Path())
         figure = place / ("plot.png" if len(runs) == 1 else "compare.png")
         if len(runs) == 1:
             plot_run(runs[0], figure)
@@ -71,6 +75,14 @@ def report(
             plot_compare(runs, figure, target)
         told_console.print(f"figure   {figure}", soft_wrap=True)
         _report_personal(told_console, runs, place, write=out is not None, show=format_ is Format.TABLE)
+
+
+def _runs_in(folder: Path) -> list[Run]:
+    if not (folder / RECORD).exists():
+        return [load_run(folder)]
+    record = read_record(folder)
+    chosen = [t for t in record["trials"] if t["folder"] and t["point"] == record["chosen"].get(t["method"])]
+    return [load_run(folder / trial["folder"]) for trial in chosen]
 
 
 def _report_personal(console: Console, runs: list[Run], place: Path, *, write: bool, show: bool) -> None:

@@ -226,8 +226,8 @@ def make_plan(plan: Plan) -> Plan:
     """
     personal = [m for m in plan.methods if _is_personal(m)]
     notes = []
-    if personal and len(personal) < len(plan.methods) and PARTNER not in plan.methods:
-        plan = replace(plan, methods=[*plan.methods, PARTNER])
+    if personal and len(personal) < len(plan.methods):
+        plan = replace(plan, methods=list(dict.fromkeys([*plan.methods, PARTNER])))
         notes.append(f"{PARTNER} takes part: the global model, chosen and measured as the personal models are")
     _refuse_other_data(plan)
     for method, points in plan.points.items():
@@ -413,8 +413,12 @@ def _sections(plan: Plan, table: Sequence[CompareRow], chosen: Mapping[str, Tria
 
 
 def _points(grid: Mapping[str, Sequence[Scalar]], method: str, methods: Sequence[str]) -> list[Point]:
-    """List the combinations of the values of a method's keys; one empty point without any."""
-    keys = [key for key in grid if not any(key.startswith(f"{other}.") for other in methods if other != method)]
+    """List the combinations of the values of a method's keys; one empty point without any.
+
+    Values of a shared key under the method's name take the place of those for all: ``ditto.lr`` of ``lr``.
+    """
+    others = tuple(f"{other}." for other in methods if other != method)
+    keys = [key for key in grid if not key.startswith(others) and f"{method}.{key}" not in grid]
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(grid[key] for key in keys))]
 
 

@@ -53,6 +53,8 @@ def test_compare_tunes_every_method_on_the_same_grid_and_records_it(
     markdown = call("report", *runs, "--format", "markdown")
     assert markdown == (tmp_path / "report" / "table.md").read_text()
     assert markdown.count("| fedavg (lr=0.1) |") == 3
+    chosen = json.loads(call("report", str(folder), "--target", "0.5", "--format", "json"))
+    assert chosen == record["table"]
     (one,) = json.loads(call("report", runs[0], "--format", "json"))
     assert (one["method"], one["rounds"], one["status"]) == ("fedavg", 2, "completed")
     assert one["seconds-start-up"] > 0
