@@ -266,7 +266,11 @@ def plot_gains(gains: Mapping[str, Mapping[str, Mapping[int, float]]], path: Pat
             axis.plot(np.arange(1, len(ordered) + 1), ordered, label=label, **looks[label].style(len(ordered)))
         axis.axhline(0, color="0.35", linewidth=0.9)
         axis.set_title(f"gain over {reference}", fontsize=10)
-        _label(axis, "clients, least gain first", f"gain in {quantity} of personal models" if axis is axes[0] else "")
+        _label(
+            axis,
+            "clients, each on its own test data, least gain first",
+            f"gain in {quantity} of personal models" if axis is axes[0] else "",
+        )
         _whole_numbers(axis)
     _finish(figure, path)
 

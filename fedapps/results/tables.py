@@ -66,7 +66,7 @@ class RunRow:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.2g}"
 
 
 @dataclass(frozen=True)
