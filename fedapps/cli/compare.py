@@ -15,6 +15,7 @@ from fedapps.errors import SettingsError
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus
 from fedapps.simulation import sweep
+from fedapps.simulation.comparison import RECORD, Trial, read_record
 from fedapps.simulation.start import Engine, Start
 
 ALL_TIME = 1e9
@@ -63,7 +64,7 @@ def compare(
         "data-dir": data_dir,
     }  # fmt: skip
     with common.told() as console:
-        before = sweep.read_record(resume) if resume else {}
+        before = read_record(resume) if resume else {}
         values = _settings_of(before, resume) | common.gather(options, config, set_)
         names = _items(methods, "--methods", str) if methods else before.get("methods")
         if not names:
@@ -80,7 +81,7 @@ def compare(
         with Progress(*columns, console=console, transient=True, speed_estimate_period=ALL_TIME) as progress:
             bar = progress.add_task("rounds", total=None)
 
-            def on_trial(trial: sweep.Trial, done: int, total: int) -> None:
+            def on_trial(trial: Trial, done: int, total: int) -> None:
                 progress.update(bar, description=f"runs {done}/{total}, rounds")
                 score = "-" if trial.score is None else f"{trial.score:.4f} at round {trial.score_round}"
                 line = f"{trial.method}  seed {trial.seed}  {trial.place}  {trial.status}  best validation {score}"
@@ -111,7 +112,7 @@ def compare(
         console.print(result.data)
         for note in result.notes:
             console.print(common.styled("yellow", "note", f": {note}"))
-        for name in ("compare.png", "gains.png", "table.md", sweep.RECORD):
+        for name in ("compare.png", "gains.png", "table.md", RECORD):
             if (result.folder / name).exists():
                 console.print(f"{name:<13}{result.folder / name}", soft_wrap=True)
     if any(trial.status != RunStatus.COMPLETED for trial in result.trials if not trial.tuning):

@@ -15,7 +15,7 @@ from fedapps.results.personal import client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains, plot_run
 from fedapps.results.report import Run, compare_sections, compare_table, load_run, run_table
 from fedapps.results.tables import Record, to_csv, to_json_rows, to_markdown
-from fedapps.simulation.sweep import RECORD, read_record
+from fedapps.simulation.comparison import RECORD, read_record
 
 
 class Format(StrEnum):

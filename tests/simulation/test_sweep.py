@@ -16,9 +16,11 @@ from fedapps.methods import get_method, resolve_settings
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus, client_statistics, summarise
 from fedapps.settings import flatten
-from fedapps.simulation import sweep
+from fedapps.simulation import comparison, sweep
+from fedapps.simulation.comparison import Comparison, Trial, choose, read_record
+from fedapps.simulation.plan import SHARED, config_of
 from fedapps.simulation.start import Ended, Engine, Start
-from fedapps.simulation.sweep import Comparison, Trial, compare, config_of
+from fedapps.simulation.sweep import compare
 from fedapps.tasks.from_settings import load_task_of
 from fedapps.tasks.synthetic import SyntheticLinearTask
 
@@ -144,8 +146,8 @@ def test_of_equal_points_the_one_that_got_there_first_is_chosen() -> None:
 
     order = [{"lr": lr} for lr in (0.1, 0.2, 0.4, 0.8)]
     trials = [trial(0.1, 0.9, 7), trial(0.4, 0.9, 5), trial(0.2, 0.9, 5), trial(0.8, 0.99, 2, "failed")]
-    assert sweep._choose(trials, order) is trials[2]
-    assert sweep._choose(trials[3:], order) is trials[3], "a failed run rather than none"
+    assert choose(trials, order) is trials[2]
+    assert choose(trials[3:], order) is trials[3], "a failed run rather than none"
 
 
 def test_personal_models_have_a_table_their_clients_and_gains(tmp_path: Path, engines: Engines) -> None:
@@ -209,7 +211,7 @@ def test_a_comparison_goes_on_with_the_runs_that_it_has(tmp_path: Path, engines:
     again = run(tmp_path, {**CONFIG, "data-dir": "another/place"}, resume=small.folder)
     assert engines.configs == []
     assert again.trials == whole.trials
-    assert sweep.read_record(small.folder)["status"] == "completed"
+    assert read_record(small.folder)["status"] == "completed"
     smaller = run(tmp_path, resume=small.folder, seeds=[0], grid={"lr": [0.2, 0.4], "ditto.lambda": [0.1, 1.0]})
     assert engines.configs == []
     assert {m: trial.lr for m, trial in smaller.chosen.items()} == dict.fromkeys(METHODS, 0.2)
@@ -247,7 +249,7 @@ def test_a_comparison_that_tunes_holds_validation_data_out_and_says_how_much(tmp
     assert "2 clients" in result.data
     assert "the server 10 for validation (10 % of the training data)" in result.data
     assert result.data in (result.folder / "table.md").read_text()
-    assert sweep.read_record(result.folder)["data"]["validation-fraction"] == 0.1
+    assert read_record(result.folder)["data"]["validation-fraction"] == 0.1
     engines.configs.clear()
     run(tmp_path / "plain", SYNTHETIC, methods=["fedavg", "fedpm"], grid={})
     assert {config["validation-fraction"] for config in engines.configs} == {0.0}
@@ -299,8 +301,8 @@ def test_all_methods_of_two_families_have_the_same_examples(tmp_path: Path, engi
     run(tmp_path, DIGITS, methods=MIXED, grid={"lr": [0.1, 0.2]})
     of_first_seed = [config for config in engines.configs if config["seed"] == 0]
     assert {config["method"] for config in of_first_seed} == {*MIXED, "globaltrain"}
-    assert {key: {config[key] for config in of_first_seed} for key in sweep._SHARED} == {
-        key: {of_first_seed[0][key]} for key in sweep._SHARED
+    assert {key: {config[key] for config in of_first_seed} for key in SHARED} == {
+        key: {of_first_seed[0][key]} for key in SHARED
     }
     train, validation, test = examples(of_first_seed[0])
     assert all(examples(config) == [train, validation, test] for config in of_first_seed)
@@ -370,14 +372,14 @@ def test_after_each_run_all_that_was_computed_is_on_disk(tmp_path: Path, engines
 
     def look(trial: Trial, done: int, total: int) -> None:
         (folder,) = tmp_path.iterdir()
-        record = sweep.read_record(folder)
+        record = read_record(folder)
         assert trial.folder in {t["folder"] for t in record["trials"]}
         seen.append((len(record["trials"]), record["status"], len(record["table"])))
 
     result = run(tmp_path, DIGITS, methods=["fedclup", "localtrain"], grid={"lr": [0.1, 0.2]}, on_trial=look)
     # After the third run the first method has its choice, after the fourth the second.
     assert seen == [(n, "unfinished", rows) for n, rows in enumerate((0, 0, 1, 2, 2, 2), start=1)]
-    record = sweep.read_record(result.folder)
+    record = read_record(result.folder)
     assert record["status"] == "completed"
     curves = {(c["method"], c["seed"], c["point"]["lr"]): c for c in record["curves"]}
     assert {key: c["chosen"] for key, c in curves.items()} == {
@@ -393,10 +395,10 @@ def test_without_figures_the_numbers_stay(tmp_path: Path, engines: Engines, monk
     def fail(*_: object) -> None:
         raise FedAppsError("figures", expected="matplotlib", got="none")
 
-    monkeypatch.setattr(sweep, "plot_compare", fail)
+    monkeypatch.setattr(comparison, "plot_compare", fail)
     result = run(tmp_path, grid={}, seeds=[0])
     assert "no figure: figures: expected matplotlib" in result.notes[-1]
-    assert len(sweep.read_record(result.folder)["trials"]) == 3
+    assert len(read_record(result.folder)["trials"]) == 3
 
 
 def test_where_every_point_failed_nothing_is_called_chosen(tmp_path: Path, engines: Engines) -> None:
@@ -448,7 +450,7 @@ def test_rounds_of_all_runs_are_counted_and_a_run_that_cannot_start_is_recorded(
     assert rounds[-1] == (4, 4)
     assert [(t.seed, t.status, bool(t.folder)) for t in result.trials] == [(0, "completed", True), (1, "failed", False)]
     assert "the sensor of this seed is broken" in result.trials[1].reason
-    assert sweep.read_record(result.folder)["trials"][1]["reason"] == result.trials[1].reason
+    assert read_record(result.folder)["trials"][1]["reason"] == result.trials[1].reason
 
 
 @pytest.mark.slow
@@ -457,5 +459,5 @@ def test_a_dead_worker_ends_a_comparison_with_a_word_and_what_was_computed(tmp_p
     with pytest.raises(LaunchError, match="go on with --resume"):
         run(tmp_path, config, methods=["fedavg"], grid={}, how=Start(engine=Engine.INPROCESS, num_clients=3))
     (folder,) = tmp_path.iterdir()
-    record = sweep.read_record(folder)
+    record = read_record(folder)
     assert (record["status"], len(record["trials"])) == ("unfinished", 1)
