@@ -104,6 +104,7 @@ def run(tmp_path: Path, config: dict[str, Any] = CONFIG, **changes: Any) -> Comp
     return compare(config, **{**arguments, **changes})
 
 
+@pytest.mark.slow
 def test_every_method_tries_the_points_of_its_keys_and_validation_data_chooses(
     tmp_path: Path, engines: Engines
 ) -> None:
@@ -238,6 +239,7 @@ DIGITS: dict[str, Any] = {"task": "digits", "num-server-rounds": 2}
 SYNTHETIC: dict[str, Any] = {"task": "synthetic-logistic", "num-server-rounds": 2, "task-options": "clients = 2"}
 
 
+@pytest.mark.slow
 def test_a_comparison_that_tunes_holds_validation_data_out_and_says_how_much(tmp_path: Path, engines: Engines) -> None:
     """Convex tasks have none by default; without a grid nothing is held out."""
     result = run(tmp_path / "tuned", SYNTHETIC, methods=["fedavg", "fedpm"], seeds=[0], grid={"lr": [0.1, 0.2]})
@@ -289,6 +291,7 @@ def test_a_task_that_does_not_measure_its_metric_is_refused_before_the_first_run
     assert engines.configs == []
 
 
+@pytest.mark.slow
 def test_all_methods_of_two_families_have_the_same_examples(tmp_path: Path, engines: Engines) -> None:
     """By their own defaults client 0 has other examples under FedAvg than under FedCLUP, and none for testing."""
 
@@ -351,6 +354,7 @@ def test_where_families_meet_globaltrain_takes_part(
 # Choice and record ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("metric", "best"), [("loss", 0.1), ("accuracy", 0.2)])
 def test_the_tasks_own_metric_chooses_and_of_a_loss_the_least(
     tmp_path: Path, engines: Engines, metric: str, best: float
