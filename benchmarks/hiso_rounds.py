@@ -18,6 +18,7 @@ from fedapps.results.units import human_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCURACY = "test-accuracy"
+BEST = "best-global-server-test-accuracy-mean"
 
 Curve = dict[str, Any]
 """An entry of ``curves`` in ``compare.json``: rounds, payload and accuracies of one run."""
@@ -39,6 +40,11 @@ def rounds_to(curve: Curve, goal: float) -> int | None:
     return next(reached, None)
 
 
+def chosen_curves(record: dict[str, Any]) -> list[Curve]:
+    """Give the curves of the chosen settings; a record without the others says nothing of it."""
+    return [curve for curve in record["curves"] if curve.get("chosen", True)]
+
+
 def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Compare the methods of a comparison seed by seed.
 
@@ -48,7 +54,7 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     Returns:
         A row a seed: the goal, rounds to it by method, DeComFL's over HiSo's.
     """
-    curves = {(curve["method"], curve["seed"]): curve for curve in record["curves"]}
+    curves = {(curve["method"], curve["seed"]): curve for curve in chosen_curves(record)}
     rows = []
     for seed in record["seeds"]:
         goal = curves["decomfl", seed][ACCURACY][-1]
@@ -84,11 +90,12 @@ def describe(record: dict[str, Any]) -> list[str]:
     ]
     table = {row["method"]: row for row in record["table"]}
     for method in methods:
-        ends = [curve[ACCURACY][-1] for curve in record["curves"] if curve["method"] == method]
+        ends = [curve[ACCURACY][-1] for curve in chosen_curves(record) if curve["method"] == method]
         row = table[method]
         down, up = human_bytes(row["payload-down-mean"]), human_bytes(row["payload-up-mean"])
         shown = ", ".join(f"{end:.3f}" for end in ends)
-        lines.append(f"| {method} | {shown} | {row['best-accuracy-mean']:.3f} | {down} | {up} |")
+        best = row.get(BEST, row.get("best-accuracy-mean"))  # Older records have the second.
+        lines.append(f"| {method} | {shown} | {best:.3f} | {down} | {up} |")
     lines += [
         "",
         "| seed | DeComFL's accuracy at the end | rounds to it: " + " | ".join(methods) + " | DeComFL / HiSo |",

@@ -18,11 +18,11 @@ from typing import Any
 from fedapps.results.personal import REFERENCES, client_gains, personal_table
 from fedapps.results.plots import Over, plot_comparisons, plot_gains
 from fedapps.results.report import Run, compare_table, load_run
-from fedapps.results.tables import to_markdown
+from fedapps.results.tables import CompareRow, to_markdown
 from fedapps.results.units import human_bytes
+from fedapps.results.views import PERSONAL
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST_SHOWN = 0.5
 HEAD = """Every method computes 20 gradients of a batch of 16 examples a client and round: pFedMe 5 on each of 4 batches,
 Ditto 10 for each of its two models. FedCLUP's first round, of local fits, costs three times as many, and power iterations
 for `L`, once.
@@ -36,6 +36,11 @@ def chosen_runs(folder: Path, record: dict[str, Any]) -> list[Run]:
     return [load_run(folder / trial["folder"]) for trial in trials]
 
 
+def best_personal(row: CompareRow) -> float:
+    """Give the personal models' accuracy at the round that is best on the clients' validation data."""
+    return next(spread.mean for measure, spread in row.best.items() if measure.view is PERSONAL)
+
+
 def describe(classes: int, record: dict[str, Any], runs: Sequence[Run]) -> str:
     """Write what a reader needs to know about one comparison."""
     seeds, rounds = record["seeds"], record["settings"]["num-server-rounds"]
@@ -44,7 +49,7 @@ def describe(classes: int, record: dict[str, Any], runs: Sequence[Run]) -> str:
         for method, point in record["chosen"].items()
     )
     table = compare_table(runs)
-    best = ", ".join(f"{row.label} {row.best.mean:.4f}" for row in table)
+    best = ", ".join(f"{row.label} {best_personal(row):.4f}" for row in table)
     sent = ", ".join(
         f"{row.label} {human_bytes(row.payload_down.mean)} down and {human_bytes(row.payload_up.mean)} up"
         for row in table
@@ -55,7 +60,7 @@ def describe(classes: int, record: dict[str, Any], runs: Sequence[Run]) -> str:
             "",
             f"20 clients, {rounds} rounds, {len(seeds)} seed(s): accuracy on the clients' own test data after the last round.",
             "",
-            to_markdown(personal_table(runs)),
+            to_markdown([row.cells() for row in personal_table(runs)]),
             f"Chosen on the clients' validation data, on seed {seeds[0]}: {chosen}.",
             f"The same mean at the round that is best on that data: {best}.",
             f"Payload of training: {sent}.",
@@ -97,7 +102,7 @@ def main() -> None:
             plot_gains(gains, arguments.out / f"{name}_gains.png", quantity="accuracy")
     (arguments.out / "mnist_personal.md").write_text(HEAD + "\n".join(parts), encoding="utf-8")
     # Not over seconds: the runs shared their machine.
-    plot_comparisons(panels, arguments.out / "mnist_personal.png", over=(Over.ROUNDS, Over.BYTES), least=LEAST_SHOWN)
+    plot_comparisons(panels, arguments.out / "mnist_personal.png", over=(Over.ROUNDS, Over.BYTES), views=(PERSONAL,))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from fedapps.methods import METHODS, resolve_settings
 from fedapps.results.settings_file import from_toml
-from fedapps.simulation.sweep import config_of
+from fedapps.simulation.plan import config_of
 from fedapps.tasks.from_settings import load_task_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"

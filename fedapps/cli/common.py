@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from fedapps.errors import FedAppsError, SettingsError
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.settings_file import from_toml
 from fedapps.results.storage import UNREADABLE, fault
+from fedapps.results.tables import Cells, narrow_tables
 from fedapps.settings import toml_float
 from fedapps.tasks.language.published import MODELS_VARIABLE, models_folder
 
@@ -29,6 +31,9 @@ OPTIONS = {
     "accept-changes": "--accept-changes together with --resume",
 }
 """Settings that say where a run lies, and the option that a command has in the place of each."""
+
+UNBOUNDED = 100_000
+"""Characters of a line where nothing bounds it."""
 
 TaskOption = Annotated[str | None, typer.Option(help="Name of a task, or my_pkg.my_mod:MyTask.")]
 ClientsOption = Annotated[int, typer.Option(min=1, help="Number of clients.")]
@@ -134,8 +139,18 @@ def told() -> Iterator[Console]:
 
 
 def plain_console() -> Console:
-    """Make a console that takes every text as it is: paths, values and clients' errors may hold brackets."""
-    return Console(markup=False, emoji=False, highlight=False)
+    """Make a console that takes every text as it is: paths, values and clients' errors may hold brackets.
+
+    What is not read at a terminal has no width, unless COLUMNS says so: nothing is wrapped or cut in a file or a pipe.
+    """
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNBOUNDED
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def show_table(console: Console, rows: Sequence[Cells], title: str | None = None) -> None:
+    """Print a table with every column whole, in several parts where the terminal is too narrow for one."""
+    for table in narrow_tables(rows, title, console.width):
+        console.print(table)
 
 
 def styled(style: str, word: str, rest: str) -> Text:

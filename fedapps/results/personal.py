@@ -9,9 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedapps.results.report import Run, group_runs
+from fedapps.results.report import LOSS, METRICS, Run, group_runs, measures_of
 from fedapps.results.run_folder import RunFolder
+from fedapps.results.summary import smaller_is_better
 from fedapps.results.tables import Spread
+from fedapps.results.views import PERSONAL
 from fedapps.settings import Scalar
 
 REFERENCES = ("localtrain", "globaltrain")
@@ -23,9 +25,6 @@ DATA_SETTINGS = (
 )  # fmt: skip
 """Settings that, with the number of clients, fix what data each client has: `fedapps.tasks.from_settings` reads them."""
 
-METRICS = ("accuracy", "statistical-error", "loss")
-"""What a personal model is judged by: the first that the runs have."""
-
 Gains = Mapping[str, Mapping[str, Mapping[int, float]]]
 """Reference -> method -> partition -> gain, the mean over the seeds that both have; positive is better."""
 
@@ -36,9 +35,10 @@ class PersonalRow:
 
     label: str  # the method, and what else tells the group from others
     metric: str  # what they are judged by
+    clients: str  # how many clients the means are over
     mean: Spread  # mean over clients
     weighted: Spread  # mean weighted by test examples
-    std: Spread  # standard deviation over clients
+    std: Spread  # sample standard deviation over clients
     worst: Spread  # mean of the worst tenth of the clients
     global_mean: Spread  # the same mean of the global model
 
@@ -48,7 +48,7 @@ class PersonalRow:
         Returns:
             Title of the column -> text, ``mean ± standard deviation`` over seeds.
         """
-        return {"method": self.label, "metric": self.metric} | {
+        return {"method": self.label, "metric": self.metric, "clients": self.clients} | {
             title: _text(spread)
             for title, spread in {
                 "personal, mean": self.mean, "by examples": self.weighted, "std over clients": self.std,
@@ -62,7 +62,9 @@ class PersonalRow:
         Returns:
             Key -> number, text or None.
         """
-        data: dict[str, Scalar | None] = {"method": self.label, "metric": self.metric, "runs": self.mean.n}
+        data: dict[str, Scalar | None] = {
+            "method": self.label, "metric": self.metric, "clients": self.clients, "runs": self.mean.n
+        }  # fmt: skip
         spreads = {
             "personal-mean": self.mean, "personal-weighted": self.weighted, "personal-std": self.std,
             "personal-worst-decile": self.worst, "global-mean": self.global_mean,
@@ -110,10 +112,12 @@ def personal_metric(runs: Sequence[Run]) -> str | None:
     """Name what the personal models of some runs are judged by.
 
     Returns:
-        The first of `METRICS` that one of them has; None without personal models.
+        What the runs are judged by, unless that is the loss; then the first of `METRICS` that one of them has, then the
+        loss; None without personal models.
     """
-    held = {key for run in runs for key in run.summary["final"]}
-    return next((name for name in METRICS if f"client-personal-test-{name}" in held), None)
+    judged = [str(run.summary.get("judged-by", "")) for run in runs]
+    order = [*(name for name in judged if name != LOSS), *METRICS, LOSS]
+    return next((name for name in order if any(PERSONAL.key(name, run.summary["final"]) for run in runs)), None)
 
 
 def personal_table(runs: Sequence[Run]) -> list[PersonalRow]:
@@ -138,6 +142,7 @@ def personal_table(runs: Sequence[Run]) -> list[PersonalRow]:
         PersonalRow(
             label=label,
             metric=metric,
+            clients=next(m.clients for m in measures_of(group) if m.view is PERSONAL),
             mean=over_seeds(group, name),
             weighted=over_seeds(group, f"{name}-weighted"),
             std=over_seeds(group, f"{name}-std"),
@@ -182,7 +187,7 @@ def client_gains(runs: Sequence[Run]) -> Gains:
         a reference the last counts.
     """
     metric = personal_metric(runs)
-    sign = 1.0 if metric == "accuracy" else -1.0
+    sign = -1.0 if smaller_is_better(metric or "") else 1.0
     gains: dict[str, dict[str, dict[int, float]]] = {}
     for reference in REFERENCES:
         bases = {_data_of(run): _by_client(run) for run in runs if run.method == reference}
@@ -213,5 +218,5 @@ def _by_client(run: Run) -> dict[int, float]:
 
 def _text(spread: Spread) -> str:
     if spread.n == 0:
-        return "-"
+        return ""
     return f"{spread.mean:.4f}" + (f" ± {spread.std:.4f}" if spread.n > 1 else "")

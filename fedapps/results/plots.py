@@ -16,10 +16,11 @@ import numpy as np
 
 from fedapps.errors import FedAppsError
 from fedapps.methods import METHODS
-from fedapps.results.report import Run, group_runs
-from fedapps.results.series import Series, accuracy_series, train_loss
-from fedapps.results.summary import RunStatus
+from fedapps.results.report import LOSS, Run, group_runs, measures_of
+from fedapps.results.series import Series, series_of, train_loss
+from fedapps.results.summary import RunStatus, smaller_is_better
 from fedapps.results.units import byte_unit
+from fedapps.results.views import TEST_VIEWS, VALIDATION_VIEWS, Measure, View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,49 +33,47 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOG_FROM = 20.0
 """Ratio of totals between methods from which their axis is logarithmic."""
 
+HIGH = 0.9
+"""Share from which an axis shows what is missing to 1 on a logarithmic scale: else 0.95 and 0.99 look the same."""
+
+HIGH_TICKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+"""Ticks of such an axis; it ends at the last but three if nothing lies above."""
+
 _DPI = 150
 
 
 def plot_run(run: Run, path: Path) -> None:
-    """Draw accuracy and loss of one run over rounds.
+    """Draw what one run measured over rounds, a panel a metric, a curve for each model and data.
 
     Args:
-        run: The run; accuracy is left out if it has none.
+        run: The run.
         path: File to write, for example ``plot.png``; its ending chooses the format.
 
     Raises:
         FedAppsError: matplotlib is missing, or the run has no row to draw.
     """
-    accuracies = {
-        name: curve
-        for name, metric in (
-            ("test", "test-accuracy"),
-            ("validation", "validation-accuracy"),
-            ("clients' test (mean)", "client-test-accuracy"),
-            ("personal models (mean over clients)", "client-personal-test-accuracy"),
-            ("global model (mean over clients)", "client-global-test-accuracy"),
-        )
-        if (curve := run.curve(metric))
-    }
-    losses = {
-        name: curve
-        for name, curve in (
-            ("test", run.curve("test-loss")),
-            ("validation", run.curve("validation-loss")),
-            ("train (on the clients)", train_loss(run)),
-        )
-        if curve
-    }
-    panels = [(name, curves) for name, curves in (("accuracy", accuracies), ("loss", losses)) if curves]
+    metrics = dict.fromkeys([*(measure.metric for measure in measures_of([run])), LOSS])
+    panels: list[tuple[str, dict[str, dict[int, float]]]] = []
+    for metric in metrics:
+        curves = {
+            measure.where: curve
+            for view in (*TEST_VIEWS, *VALIDATION_VIEWS)
+            if (curve := run.measured(measure := Measure(metric, view, str(run.clients_measured or ""))))
+        }
+        if metric == LOSS and (train := train_loss(run)):
+            curves["training loss on the clients"] = train
+        if curves:
+            panels.append((metric, curves))
     if not panels:
         raise _nothing_to_draw([run])
-    looks = {name: Look(place) for place, name in enumerate(dict.fromkeys([*accuracies, *losses]))}
+    looks = {name: Look(place) for place, name in enumerate(dict.fromkeys(n for _, curves in panels for n in curves))}
     figure, axes = _figure(len(panels))
     for axis, (quantity, curves) in zip(axes, panels, strict=True):
         for name, curve in curves.items():
             axis.plot(list(curve), list(curve.values()), label=name, **looks[name].style(len(curve)))
         _label(axis, "round", quantity)
         _whole_numbers(axis)
+        _scale_values(axis, quantity, [np.array(list(curve.values())) for curve in curves.values()])
     status = run.summary["status"]
     note = "" if status == RunStatus.COMPLETED else f" ({status})"
     figure.suptitle(f"{run.method} on {run.task}, seed {run.settings.get('seed', 0)}{note}", fontsize=11)
@@ -82,7 +81,7 @@ def plot_run(run: Run, path: Path) -> None:
 
 
 class Over(StrEnum):
-    """What accuracy is drawn over."""
+    """What a measure is drawn over."""
 
     ROUNDS = "rounds"
     """Rounds."""
@@ -95,18 +94,19 @@ class Over(StrEnum):
 def plot_compare(
     runs: Sequence[Run], path: Path, target: float | None = None, over: Sequence[Over] = tuple(Over)
 ) -> None:
-    """Draw accuracy over rounds, over bytes and over seconds, a line a method: mean and band over seeds.
+    """Draw every measure over rounds, over bytes and over seconds, a row a measure and a line a method.
 
-    Bytes and seconds are those of training rounds. A method that sends no model is a level over bytes.
+    A line is the mean, its band the standard deviation over seeds. Bytes and seconds are those of training rounds. A method
+    that sends no model is a level over bytes.
 
     Args:
-        runs: The runs; those that differ in the seed only form one line.
+        runs: The runs; those that differ in the seed only form one line. A row holds the methods that have its measure.
         path: File to write; its ending chooses the format.
-        target: Accuracy drawn as a horizontal line.
-        over: A panel each.
+        target: Value drawn as a horizontal line, of the metric that the runs are judged by.
+        over: A column each.
 
     Raises:
-        FedAppsError: matplotlib is missing, or no run has an accuracy.
+        FedAppsError: matplotlib is missing, or no run has a measure.
     """
     plot_comparisons({", ".join(dict.fromkeys(run.task for run in runs)): runs}, path, target, over)
 
@@ -116,31 +116,33 @@ def plot_comparisons(
     path: Path,
     target: float | None = None,
     over: Sequence[Over] = tuple(Over),
-    least: float | None = None,
+    views: Sequence[View] = (*TEST_VIEWS, *VALIDATION_VIEWS),
 ) -> None:
-    """Draw several comparisons as `plot_compare` does, a row each.
+    """Draw several comparisons as `plot_compare` does, one below the other.
 
     Args:
         comparisons: Title -> runs.
         path: File to write; its ending chooses the format.
-        target: Accuracy drawn as a horizontal line.
+        target: As there.
         over: A column each.
-        least: Least accuracy shown; None shows all.
+        views: What is drawn.
 
     Raises:
-        FedAppsError: matplotlib is missing, or the runs of a comparison have no accuracy.
+        FedAppsError: matplotlib is missing, or the runs of a comparison have no measure of these views.
     """
-    for runs in comparisons.values() or [[]]:
-        if not any(run.accuracy_metric for run in runs):
+    rows: list[tuple[str, Sequence[Run], Measure, float | None]] = []
+    for title, runs in (comparisons or {"": []}).items():
+        measures = [measure for measure in measures_of(runs) if measure.view in views]
+        if not measures:
             raise _nothing_to_draw(runs)
-    figure, axes = _figure(len(over), rows=len(comparisons), sharey=True)
-    for number, (title, runs) in enumerate(comparisons.items()):
+        front = f"{title}: " if len(comparisons) > 1 else ""
+        aim = {measures[0].metric: target}
+        rows += [(front + measure.where, runs, measure, aim.get(measure.metric)) for measure in measures]
+    figure, axes = _figure(len(over), rows=len(rows), sharey=True)
+    for number, (title, runs, measure, aim_of_row) in enumerate(rows):
         row = axes[number * len(over) : (number + 1) * len(over)]
-        _draw_comparison(row, runs, target, over)
-        if len(comparisons) > 1:
-            row[0].set_title(title, fontsize=10, loc="left")
-    if least is not None:
-        axes[0].set_ylim(least, 1.0)
+        _draw_measure(row, runs, measure, aim_of_row, over)
+        row[0].set_title(title, fontsize=10, loc="left")
     several = any(len(group) > 1 for runs in comparisons.values() for group in group_runs(runs).values())
     title = "" if len(comparisons) > 1 else next(iter(comparisons))
     note = "mean ± standard deviation over seeds" if several else ""
@@ -148,18 +150,21 @@ def plot_comparisons(
     _finish(figure, path)
 
 
-def _draw_comparison(axes: Sequence[Axes], runs: Sequence[Run], target: float | None, over: Sequence[Over]) -> None:
+def _draw_measure(
+    axes: Sequence[Axes], runs: Sequence[Run], measure: Measure, target: float | None, over: Sequence[Over]
+) -> None:
     groups = group_runs(runs)
-    series = {label: line for label, group in groups.items() if (line := accuracy_series(group)) is not None}
-    looks = choose_looks({label: groups[label][0].method for label in series})
+    series = {label: line for label, group in groups.items() if (line := series_of(group, measure)) is not None}
+    looks = choose_looks({label: group[0].method for label, group in groups.items()})
     totals = {
         Over.ROUNDS: {label: line.rounds for label, line in series.items()},
-        Over.BYTES: {label: line.payload for label, line in series.items() if not _keeps_silent(groups[label][0])},
+        Over.BYTES: {label: line.payload for label, line in series.items() if groups[label][0].shares_model},
         Over.SECONDS: {label: line.seconds for label, line in series.items()},
     }
     for axis, quantity in zip(axes, over, strict=True):
         if totals[quantity]:
             _SCALES[quantity](axis, totals[quantity])
+        _scale_values(axis, measure.metric, [line.mean[line.rounds > 0] for line in series.values()])
         for label, line in series.items():
             if label in totals[quantity]:
                 _draw_band(axis, totals[quantity][label], line, _legend_text(label, groups[label]), looks[label])
@@ -167,8 +172,45 @@ def _draw_comparison(axes: Sequence[Axes], runs: Sequence[Run], target: float | 
                 _draw_level(axis, line, looks[label])
         if target is not None:
             axis.axhline(target, color="0.35", linewidth=0.9, linestyle=(0, (2, 2)), label=f"target {target:g}")
-    metrics = sorted({run.accuracy_metric.replace("-", " ") for run in runs if run.accuracy_metric})
-    axes[0].set_ylabel(" / ".join(metrics))
+    axes[0].set_ylabel(measure.metric)
+    _leave_initial_model_out(axes[0], measure.metric, series.values())
+
+
+def _leave_initial_model_out(axis: Axes, metric: str, lines: Iterable[Series]) -> None:
+    """End a plain axis with the values after round 0: that of the initial model may be so far off that it hides the others."""
+    later = [(line.mean + sign * line.std)[line.rounds > 0] for line in lines for sign in (-1, 1)]
+    values = np.concatenate(later)
+    values = values[np.isfinite(values)]
+    if axis.get_yscale() != "linear" or not len(values):
+        return
+    margin = 0.05 * (float(values.max() - values.min()) or 1.0)
+    least, most = axis.get_ylim()
+    if smaller_is_better(metric):
+        axis.set_ylim(least, min(most, float(values.max()) + margin))
+    else:
+        axis.set_ylim(max(least, float(values.min()) - margin), most)
+
+
+def _scale_values(axis: Axes, metric: str, lines: Sequence[np.ndarray]) -> None:
+    """Choose the vertical scale: that of `HIGH_TICKS` for shares close to 1, a logarithmic one for losses far apart."""
+    finite = np.concatenate([line[np.isfinite(line)] for line in lines])
+    if not len(finite):
+        return
+    least, most = float(finite.min()), float(finite.max())
+    if smaller_is_better(metric):
+        if least > 0 and most >= LOG_FROM * least:
+            axis.set_yscale("log")
+    elif least >= 0 and HIGH <= most <= 1:
+        ticks = [tick for tick in HIGH_TICKS if tick <= max(most, HIGH_TICKS[-4])]
+        # Half of what is missing at the last tick: room for 1 itself, which such a scale cannot show.
+        nothing = (1 - ticks[-1]) / 2
+        axis.set_yscale(
+            "function",
+            functions=(lambda share: -np.log10(np.maximum(1 - share, nothing)), lambda place: 1 - 10.0**-place),
+        )
+        axis.set_yticks([*ticks, 1 - nothing], [*(f"{tick:g}" for tick in ticks), "1" if most > 1 - nothing else ""])
+        axis.minorticks_off()
+        axis.set_ylim(max(t for t in HIGH_TICKS if t <= least), 1 - nothing)
 
 
 def plot_distance(
@@ -224,7 +266,11 @@ def plot_gains(gains: Mapping[str, Mapping[str, Mapping[int, float]]], path: Pat
             axis.plot(np.arange(1, len(ordered) + 1), ordered, label=label, **looks[label].style(len(ordered)))
         axis.axhline(0, color="0.35", linewidth=0.9)
         axis.set_title(f"gain over {reference}", fontsize=10)
-        _label(axis, "clients, least gain first", f"gain in {quantity} of personal models" if axis is axes[0] else "")
+        _label(
+            axis,
+            "clients, each on its own test data, least gain first",
+            f"gain in {quantity} of personal models" if axis is axes[0] else "",
+        )
         _whole_numbers(axis)
     _finish(figure, path)
 
@@ -283,17 +329,12 @@ def _draw_band(axis: Axes, x: np.ndarray, line: Series, label: str, look: Look) 
         # The initial model has cost nothing, which such an axis cannot show: the line starts at round 1.
         x = np.where(x > 0, x, np.nan)
     axis.plot(x, line.mean, label=label, **look.style(len(x)))
-    low, high = np.clip(line.mean - line.std, 0, 1), np.clip(line.mean + line.std, 0, 1)
+    low, high = line.mean - line.std, line.mean + line.std
     axis.fill_between(x, low, high, color=look.color, alpha=0.15, linewidth=0)
 
 
-def _keeps_silent(run: Run) -> bool:
-    """Tell whether a run's method sends no model in either direction, so that no bytes belong to its accuracy."""
-    return run.method in {method.name for method in METHODS if method.travels_down == "nothing"}
-
-
 def _draw_level(axis: Axes, line: Series, look: Look) -> None:
-    """Draw the last accuracy of a method that sends nothing, for comparison."""
+    """Draw the last value of a method that sends nothing, for comparison."""
     axis.axhline(line.mean[-1], color=look.color, linestyle=look.style(1)["linestyle"], linewidth=1.6)
 
 
@@ -315,7 +356,7 @@ def _figure(panels: int, *, rows: int = 1, sharey: bool = False) -> tuple[Figure
         ) from error
     figure = NewFigure(figsize=(4.2 * panels + 0.6, 3.3 * rows + 0.6), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, panels, sharey=sharey, squeeze=False).flat)
+    return figure, list(figure.subplots(rows, panels, sharey="row" if sharey else False, squeeze=False).flat)
 
 
 def _label(axis: Axes, x: str, y: str) -> None:

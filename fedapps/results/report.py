@@ -1,26 +1,30 @@
 """Runs read back from their folders, and the rows of the tables about them.
 
-Rounds to a target, final and best accuracy are those of the clients' personal models if the run has any, else they are
-read on test data if there is some, else on validation data, else on the clients' test data. *Which* round is best is always
-decided on validation data, for personal models on the clients'.
+Every number says which model it is of, and on whose data it was measured (`fedapps.results.views`). *Which* round is best is
+always decided on validation data, for personal models on the clients'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedapps.methods import METHODS
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import Row
-from fedapps.results.summary import TRAIN, RunStatus, evaluations_by_round, summarise
-from fedapps.results.tables import CompareRow, RunRow, Spread
+from fedapps.results.summary import START_UP, TRAIN, RunStatus, evaluations_by_round, smaller_is_better, summarise
+from fedapps.results.tables import PHASES, CompareRow, RunRow, Spread
+from fedapps.results.views import TEST_VIEWS, VALIDATION_VIEWS, Measure, View
 from fedapps.settings import Scalar
 
-ACCURACIES = (
-    "client-personal-test-accuracy", "test-accuracy", "validation-accuracy", "client-test-accuracy", "test-f1",
-)  # fmt: skip
+METRICS = ("accuracy", "f1", "exact-match", "statistical-error")
+"""Metrics that tables and figures show where a run has them, beside the one that it is judged by."""
+
+LOSS = "loss"
+"""What is shown of a run that has none of these."""
 
 NOT_COMPARED = {"seed", "run-dir", "resume", "accept-changes", "device", "data-dir"}
 """Settings that may differ between runs whose mean is taken."""
@@ -51,10 +55,20 @@ class Run:
         return int(self.settings.get("num-server-rounds", self.summary["rounds"]))
 
     @property
-    def accuracy_metric(self) -> str | None:
-        """The metric that tables and figures call accuracy; None if the run has none of `ACCURACIES`."""
-        held = {key for row in self.rows for key in row}
-        return next((name for name in ACCURACIES if name in held), None)
+    def shares_model(self) -> bool:
+        """Whether its clients get a model: else the server's stays the initial one, which says nothing of the method."""
+        return all(row.name != self.method or row.travels_down != "nothing" for row in METHODS)
+
+    @cached_property
+    def held(self) -> frozenset[str]:
+        """All keys of its rows."""
+        return frozenset(key for row in self.rows for key in row)
+
+    def key(self, metric: str, view: View) -> str | None:
+        """Name a metric of a view in its rows; None if the run has it not, or no such model."""
+        if view.model == "global" and not self.shares_model:
+            return None
+        return view.key(metric, self.held)
 
     def curve(self, metric: str) -> dict[int, float]:
         """Give a metric over rounds.
@@ -80,27 +94,62 @@ class Run:
         )
         return float(sum(row.get(key, 0) for row in rows))
 
-    def rounds_to(self, target: float) -> int | None:
-        """Give the first round whose accuracy reaches a target.
+    def measured(self, measure: Measure) -> dict[int, float]:
+        """Give a measure over rounds: round -> value; empty if the run has it not."""
+        key = self.key(measure.metric, measure.view)
+        return self.curve(key) if key else {}
 
-        Returns:
-            The round; 0 is the initial model, None is never.
-        """
-        if self.accuracy_metric is None:
-            return None
-        return next((number for number, value in self.curve(self.accuracy_metric).items() if value >= target), None)
+    def rounds_to(self, measure: Measure, target: float) -> int | None:
+        """Give the first round that is as good as a target: 0 is the initial model, None is never."""
+        sign = -1.0 if smaller_is_better(measure.metric) else 1.0
+        return next((number for number, v in self.measured(measure).items() if sign * v >= sign * target), None)
 
-    def accuracy_at(self, which: str) -> float | None:
-        """Give the accuracy at the final or at the best round.
-
-        Args:
-            which: ``"final"`` or ``"best"``.
-
-        Returns:
-            The accuracy, None if it is not known.
-        """
-        value = self.summary.get(which, {}).get(self.accuracy_metric)
+    def value(self, measure: Measure, which: str) -> float | None:
+        """Give a measure at the ``"final"`` or at the ``"best"`` round; None if it is not known."""
+        key = self.key(measure.metric, measure.view)
+        value = self.summary.get(which, {}).get(key) if key else None
         return None if value is None else float(value)
+
+    @cached_property
+    def clients_measured(self) -> int:
+        """Number of clients in its last evaluation on clients; 0 if no client measured."""
+        rows = RunFolder(self.path).read_clients()
+        last = max((row["round"] for row in rows), default=0)
+        return sum(row["round"] == last for row in rows)
+
+
+def measures_of(runs: Iterable[Run]) -> list[Measure]:
+    """List what some runs measure: a column and a curve each.
+
+    Returns:
+        The metrics that the runs are judged by, those of `METRICS`, and the loss if there is none of them, on test data;
+        on validation data if nothing was tested.
+    """
+    runs = list(runs)
+    judged = [str(run.summary.get("judged-by", "")) for run in runs]
+    for views in (TEST_VIEWS, VALIDATION_VIEWS):
+        found = [
+            Measure(metric, view, _clients_of(runs, metric, view))
+            for metric in dict.fromkeys([*filter(None, judged), *METRICS, LOSS])
+            for view in views
+            if any(run.key(metric, view) for run in runs)
+        ]
+        told = [measure for measure in found if measure.metric != LOSS or LOSS in judged]
+        if found:
+            return told or found
+    return []
+
+
+def _clients_of(runs: Sequence[Run], metric: str, view: View) -> str:
+    """Say how many clients the means of a view are over; "8 to 10" if not the same in all runs."""
+    if view.data == "server":
+        return ""
+    counts = set()
+    for run in runs:
+        if key := run.key(metric, view):
+            counts.add(int(run.summary["final"].get(f"{key}-clients", run.clients_measured)))
+    counts.discard(0)
+    return "" if not counts else str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def load_run(path: Path) -> Run:
@@ -123,15 +172,18 @@ def run_table(runs: Iterable[Run], target: float | None = None) -> list[RunRow]:
 
     Args:
         runs: The runs.
-        target: Accuracy to reach; None leaves that column out.
+        target: Value to reach; None leaves those columns out.
 
     Returns:
         The rows, in the order of the runs.
     """
-    return [_run_row(run, target) for run in runs]
+    return [_run_row(run, measures_of([run]), target) for run in runs]
 
 
-def _run_row(run: Run, target: float | None) -> RunRow:
+def _run_row(run: Run, measures: Sequence[Measure], target: float | None) -> RunRow:
+    def values(which: str) -> dict[Measure, float]:
+        return {measure: value for measure in measures if (value := run.value(measure, which)) is not None}
+
     return RunRow(
         method=run.method,
         task=run.task,
@@ -139,15 +191,28 @@ def _run_row(run: Run, target: float | None) -> RunRow:
         status=str(run.summary["status"]),
         rounds=run.summary["rounds"],
         round_limit=run.round_limit,
-        accuracy_metric=run.accuracy_metric,
-        final=run.accuracy_at("final"),
-        best=run.accuracy_at("best"),
+        final=values("final"),
+        best=values("best"),
         target=target,
-        rounds_to_target=None if target is None else run.rounds_to(target),
+        rounds_to_target={m: run.rounds_to(m, target) for m in _of_target(measures, target)}
+        if target is not None
+        else {},
         payload_down=int(run.training_total("payload-down")),
         payload_up=int(run.training_total("payload-up")),
-        seconds=run.summary["totals"]["seconds"],
+        seconds=_seconds(run),
     )
+
+
+def _of_target(measures: Sequence[Measure], target: float | None) -> list[Measure]:
+    """Give the measures that a target is for: those of the metric that the runs are judged by."""
+    return [m for m in measures if target is not None and m.metric == measures[0].metric]
+
+
+def _seconds(run: Run) -> dict[str, float]:
+    """Give the seconds of each of `PHASES`; a run made before start-up was a phase has none of it."""
+    by_phase = run.summary["totals"].get("seconds-by-phase", {})
+    start_up, train = by_phase.get(START_UP, 0.0), by_phase.get(TRAIN, 0.0)
+    return dict(zip(PHASES, (start_up, train, run.summary["totals"]["seconds"] - start_up - train), strict=True))
 
 
 def compare_table(runs: Iterable[Run], target: float | None = None) -> list[CompareRow]:
@@ -155,30 +220,49 @@ def compare_table(runs: Iterable[Run], target: float | None = None) -> list[Comp
 
     Args:
         runs: The runs.
-        target: Accuracy to reach; None leaves that column out.
+        target: Value to reach; None leaves those columns out.
 
     Returns:
         The rows, one for each group of `group_runs`.
     """
-    return [_compare_row(label, group, target) for label, group in group_runs(runs).items()]
+    runs = list(runs)
+    measures = measures_of(runs)
+    return [_compare_row(label, group, measures, target) for label, group in group_runs(runs).items()]
 
 
-def _compare_row(label: str, runs: Sequence[Run], target: float | None) -> CompareRow:
-    reached = [None if target is None else run.rounds_to(target) for run in runs]
-    counted = [run.round_limit if first is None else first for run, first in zip(runs, reached, strict=True)]
+def compare_sections(rows: Sequence[CompareRow]) -> dict[str, list[dict[str, str]]]:
+    """Arrange the rows of a comparison as the tables that people read: title -> rows.
 
+    A table is left out in which no method has anything, such as that of the best round where nothing was validated.
+    """
+    sections = {"after the last round": [row.final_cells() for row in rows]}
+    if any(spread.n for row in rows for spread in row.best.values()):
+        sections["at the round that is best on validation data"] = [row.best_cells() for row in rows]
+    return sections | {"bytes of training, all clients and rounds; time of a run": [row.cost_cells() for row in rows]}
+
+
+def _compare_row(label: str, runs: Sequence[Run], measures: Sequence[Measure], target: float | None) -> CompareRow:
+    def rounds_to(measure: Measure) -> list[int | None]:
+        return [run.rounds_to(measure, target) for run in runs if run.measured(measure)] if target is not None else []
+
+    def counted(measure: Measure) -> Spread:
+        limits = [run.round_limit for run in runs if run.measured(measure)]
+        reached = rounds_to(measure)
+        return Spread.of(limit if first is None else first for limit, first in zip(limits, reached, strict=True))
+
+    with_target = _of_target(measures, target)
     return CompareRow(
         label=label,
         runs=len(runs),
         completed=sum(run.summary["status"] == RunStatus.COMPLETED for run in runs),
         target=target,
-        rounds_to_target=Spread.of(counted if target is not None else ()),
-        unreached=0 if target is None else reached.count(None),
-        final=Spread.of(run.accuracy_at("final") for run in runs),
-        best=Spread.of(run.accuracy_at("best") for run in runs),
+        final={m: Spread.of(run.value(m, "final") for run in runs) for m in measures},
+        best={m: Spread.of(run.value(m, "best") for run in runs) for m in measures},
+        rounds_to_target={m: counted(m) for m in with_target},
+        unreached={m: rounds_to(m).count(None) for m in with_target},
         payload_down=Spread.of(run.training_total("payload-down") for run in runs),
         payload_up=Spread.of(run.training_total("payload-up") for run in runs),
-        seconds=Spread.of(run.summary["totals"]["seconds"] for run in runs),
+        seconds={phase: Spread.of(_seconds(run)[phase] for run in runs) for phase in PHASES},
     )
 
 

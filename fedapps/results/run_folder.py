@@ -17,6 +17,7 @@
 
 Rows of ``metrics.jsonl`` have ``round``, ``phase`` and ``seconds``, and by phase
 
+* ``start-up``: the task is read, the clients' processes start and are greeted; once a start or resume, before its first round;
 * ``train``: ``sampled``, ``folded`` (partitions), ``refused`` (partition -> reason), ``payload-down``, ``payload-up``,
   ``wire-down``, ``wire-up`` (bytes), ``lr``, ``train-loss``, and numbers of the method such as ``lambda`` and ``gamma``;
 * ``evaluate`` (on the server; round 0 is the initial model): ``validation-loss``, ``validation-accuracy``,

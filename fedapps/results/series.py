@@ -7,42 +7,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedapps.results.report import Run
+from fedapps.results.report import LOSS, Run, measures_of
 from fedapps.results.summary import TRAIN
-
-RECORDED = (
-    "test-accuracy", "validation-accuracy", "client-personal-test-accuracy", "client-personal-validation-accuracy",
-    "client-personal-test-accuracy-worst-decile", "client-global-test-accuracy", "test-f1",
-)  # fmt: skip
-"""Metrics whose curves a record holds."""
+from fedapps.results.views import PERSONAL, TEST_VIEWS, VALIDATION_VIEWS, Measure
 
 
 @dataclass(frozen=True)
 class Series:
-    """Accuracy of one group of runs; all arrays have one entry an evaluated round."""
+    """A measure of one group of runs; all arrays have one entry an evaluated round."""
 
     rounds: np.ndarray
-    mean: np.ndarray  # mean accuracy of the runs that have the round
+    mean: np.ndarray  # mean over the runs that have the round
     std: np.ndarray  # sample standard deviation over them; 0 for one run
     payload: np.ndarray  # mean of the bytes of train phases so far, down and up
     seconds: np.ndarray  # mean of the seconds of train phases so far
 
 
-def accuracy_series(runs: Sequence[Run]) -> Series | None:
-    """Average the accuracy of runs over seeds.
+def series_of(runs: Sequence[Run], measure: Measure) -> Series | None:
+    """Average a measure of runs over seeds.
 
     Args:
         runs: Runs that differ in the seed only.
+        measure: What is averaged.
 
     Returns:
-        The series; None if no run has an accuracy.
+        The series; None if no run has it.
     """
     points: dict[int, list[tuple[float, float, float]]] = {}
     for run in runs:
-        curve = run.curve(run.accuracy_metric) if run.accuracy_metric else {}
-        for number, accuracy in curve.items():
+        for number, value in run.measured(measure).items():
             points.setdefault(number, []).append(
-                (accuracy, payload_until(run, number), run.training_total("seconds", number))
+                (value, payload_until(run, number), run.training_total("seconds", number))
             )
     if not points:
         return None
@@ -51,7 +46,7 @@ def accuracy_series(runs: Sequence[Run]) -> Series | None:
     return Series(
         rounds=np.array(rounds),
         mean=means[:, 0],
-        std=np.array([_std([accuracy for accuracy, _, _ in points[number]]) for number in rounds]),
+        std=np.array([_std([value for value, _, _ in points[number]]) for number in rounds]),
         payload=means[:, 1],
         seconds=means[:, 2],
     )
@@ -75,18 +70,22 @@ def payload_until(run: Run, server_round: int) -> float:
 
 
 def curves_of(run: Run) -> dict[str, list[float | None]]:
-    """Give the accuracies of a run over rounds, for a record.
+    """Give the metrics of a run over rounds, for a record.
 
     Returns:
-        ``rounds``, ``payload`` (bytes of training until then, both ways), and each of `RECORDED` that the run has, with None
-        where a round has none.
+        ``rounds``, ``payload`` (bytes of training until then, both ways), and, under their names in ``metrics.jsonl``, what
+        tables show and the loss, on test and validation data, and the worst tenth of personal models; None where a round
+        has none.
     """
-    curves = {metric: curve for metric in RECORDED if (curve := run.curve(metric))}
+    metrics = dict.fromkeys([*(measure.metric for measure in measures_of([run])), LOSS])
+    keys = [run.key(metric, view) for metric in metrics for view in (*TEST_VIEWS, *VALIDATION_VIEWS)]
+    keys += [run.key(f"{metric}-worst-decile", PERSONAL) for metric in metrics]
+    curves = {key: curve for key in keys if key and (curve := run.curve(key))}
     rounds = sorted({number for curve in curves.values() for number in curve})
     return {
         "rounds": [*rounds],
         "payload": [payload_until(run, number) for number in rounds],
-        **{metric: [curve.get(number) for number in rounds] for metric, curve in curves.items()},
+        **{key: [curve.get(number) for number in rounds] for key, curve in curves.items()},
     }
 
 

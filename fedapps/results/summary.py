@@ -11,12 +11,16 @@ import numpy as np
 
 from fedapps.results.storage import Row
 
+START_UP = "start-up"
 TRAIN = "train"
 EVALUATE = "evaluate"
 CLIENT_EVALUATE = "client-evaluate"
 
 BYTE_KEYS = ("payload-down", "payload-up", "wire-down", "wire-up")
 """Keys of a train row: content of the messages, and what the Fleet API moves; bytes."""
+
+LOWER_IS_BETTER = ("loss", "error")
+"""What the name of a metric ends with that is better the smaller it is; of all others greater is better."""
 
 _NOT_METRICS = {"round", "phase", "seconds", *BYTE_KEYS}
 
@@ -55,8 +59,7 @@ def summarise(
         rows: Rows of ``metrics.jsonl``.
         status: How the run ended.
         reason: Why, unless it was completed.
-        primary: The metric that chooses the best round, on validation data; the least is best if its name ends in
-            ``loss``, else the greatest.
+        primary: The metric that chooses the best round, on validation data, by `smaller_is_better`.
 
     Returns:
         ``status``, ``reason`` (if given), ``judged-by`` (`primary`), ``rounds``; ``final``: round and metrics of the
@@ -77,6 +80,11 @@ def summarise(
         summary["best"] = best
     summary["totals"] = _totals(rows)
     return summary
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Tell whether of two values of a metric the smaller is better, by `LOWER_IS_BETTER`."""
+    return metric.endswith(LOWER_IS_BETTER)
 
 
 def evaluations_by_round(rows: Iterable[Row]) -> dict[int, dict[str, Any]]:
@@ -115,12 +123,12 @@ def best_evaluation(evaluations: Iterable[dict[str, Any]], key: str) -> dict[str
 
     Args:
         evaluations: Metrics of evaluated rounds, in order.
-        key: The metric; the least is best if it ends in ``loss``, else the greatest.
+        key: The metric.
 
     Returns:
         The best one, the first of equals; None if the metric is nowhere finite.
     """
-    sign = -1.0 if key.endswith("loss") else 1.0
+    sign = -1.0 if smaller_is_better(key) else 1.0
     finite = [metrics for metrics in evaluations if math.isfinite(metrics.get(key, math.nan))]
     return max(finite, key=lambda metrics: sign * metrics[key], default=None)
 
@@ -158,10 +166,10 @@ def client_statistics(metrics: Mapping[int, Mapping[str, float]], num_examples: 
 
     Returns:
         For each metric that a client has: ``client-<metric>``, the mean over clients; ``...-weighted``, the mean weighted by
-        examples; ``...-std``, the standard deviation over clients; ``...-worst-decile``, the mean of the worst tenth (at
-        least one client; the greatest values of a metric whose name ends in ``loss`` or ``error``, else the least). All are
-        over the clients whose value is finite (a client whose split holds one class has no AUC, for instance); where those
-        are not all of them, ``...-clients`` is their number, and a metric that is finite nowhere is left out.
+        examples; ``...-std``, the sample standard deviation over clients (divisor n - 1, as over seeds; not of one client);
+        ``...-worst-decile``, the mean of the worst tenth (at least one client, by `smaller_is_better`). All are over the
+        clients whose value is finite (a client whose split holds one class has no AUC, for instance); where those are not
+        all of them, ``...-clients`` is their number, and a metric that is finite nowhere is left out.
     """
     statistics: dict[str, float] = {}
     for name in sorted({name for values in metrics.values() for name in values}):
@@ -170,13 +178,14 @@ def client_statistics(metrics: Mapping[int, Mapping[str, float]], num_examples: 
             continue
         values = np.array([metrics[p][name] for p in partitions], dtype=np.float64)
         weights = np.array([num_examples[p] for p in partitions], dtype=np.float64)
-        worst_first = np.sort(values)[::-1] if name.endswith(("loss", "error")) else np.sort(values)
+        worst_first = np.sort(values)[::-1] if smaller_is_better(name) else np.sort(values)
         statistics |= {
             f"client-{name}": float(values.mean()),
             f"client-{name}-weighted": float(np.average(values, weights=weights)),
-            f"client-{name}-std": float(values.std()),
             f"client-{name}-worst-decile": float(worst_first[: max(1, len(values) // 10)].mean()),
         }
+        if len(values) > 1:
+            statistics[f"client-{name}-std"] = float(values.std(ddof=1))
         if len(partitions) < len(metrics):
             statistics[f"client-{name}-clients"] = len(partitions)
     return statistics

@@ -23,6 +23,7 @@ from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import GrowingSum, fault
 from fedapps.results.summary import (
+    START_UP,
     RunStatus,
     add_metrics,
     best_evaluation,
@@ -129,6 +130,7 @@ def _start(
     rows: list[dict[str, Any]],
     resumed: tuple[Checkpoint, list[str]] | None,
 ) -> _Run:
+    started = time.monotonic()
     method = get_method(settings.method)
     task = load_task_of(settings)
     checkpoint, changes = resumed or (None, [])
@@ -154,9 +156,21 @@ def _start(
     state.arrays = strategy.open(arrays, task, folder, resumed=checkpoint is not None)
     if checkpoint:
         _take_back_arrays(state, checkpoint)
-    else:
+    if state.first_round <= settings.num_server_rounds:
+        _greet(state, started)
+    if not checkpoint:
         _evaluate(state, 0)
     return state
+
+
+def _greet(state: _Run, started: float) -> None:
+    """Wait for the clients before the first round: their processes start and read the data now, which is no training."""
+    state.grid.server_round = state.first_round
+    state.strategy.roster.refresh(state.grid)
+    if state.num_partitions is not None:
+        _check_partitions(state)
+    row = {"round": state.first_round - 1, "phase": START_UP, "seconds": time.monotonic() - started}
+    _write(state, row)
 
 
 def _accepted_changes(folder: RunFolder, checkpoint: Checkpoint, changes: list[str]) -> dict[str, Any]:

@@ -1,9 +1,14 @@
-"""Comparing methods: the same task, partition and seeds for all, and one tuning protocol.
+"""Comparing methods: the same data for all, one tuning protocol, and numbers that say what they are of.
 
 The protocol of the whole project: every method gets the same grid of learning rates, and the grids of its own keys that the
-user names. Each point is tried on the first seed, with all rounds; the one with the best validation accuracy is chosen (of
-equals the one that reached it first), for personalised methods that of the personal models on the clients' validation data.
-Never is test data looked at. The other seeds run with the choice. Choice and all trials are recorded.
+user names; tables say how many points each has tried. Each point is tried on the first seed, with all rounds; the one with the
+best validation value of the task's own metric is chosen (of equals the one that reached it first): of the global model on the
+server's validation data, for personalised methods of the personal models on the clients'. Never is test data looked at. The
+other seeds run with the choice. Choice and all trials are recorded, after each run.
+
+All methods train and are measured on the same examples: what the families hold out by default, each for its own models, is
+held out for all. Where personalised methods meet others GlobalTrain takes part: the global model, chosen and measured as the
+personal ones are.
 
 A key with the name of a compared method in front is for that method alone, also if it is a shared one: `ditto.local-steps`.
 """
@@ -11,98 +16,33 @@ A key with the name of a compared method in front is for that method alone, also
 from __future__ import annotations
 
 import itertools
-import json
+import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedapps.errors import SettingsError
-from fedapps.methods import get_method, resolve_settings
-from fedapps.results.personal import Gains, PersonalRow, client_gains, client_table, personal_table
-from fedapps.results.plots import plot_compare, plot_gains
-from fedapps.results.report import Run, compare_table, load_run
+from fedapps.errors import CheckpointError, FedAppsError, LaunchError, SettingsError
+from fedapps.methods import resolve_settings
+from fedapps.results.report import Run, load_run
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.series import curves_of
-from fedapps.results.summary import RunStatus, validation_key
-from fedapps.results.tables import CompareRow, to_csv, to_markdown
-from fedapps.settings import Scalar, Settings, flatten, keys_of
+from fedapps.results.summary import TRAIN, RunStatus, validation_key
+from fedapps.settings import Scalar
+from fedapps.simulation.comparison import Comparison, Trial, choose, draw, write_state
+from fedapps.simulation.plan import Job, Plan, Point, make_plan, settings_key
 from fedapps.simulation.start import Ended, Start, start
-from fedapps.simulation.worker_pool import worker_pool
+from fedapps.simulation.worker_pool import kill_pool, worker_pool
 from fedapps.tasks.base import Task
 
-NOTE_LENGTH = 120
-"""Characters of a failed run's reason in a note; the whole reason is in its trial."""
-
-OF_ONE_MACHINE = ("data-dir", "run-dir", "resume", "accept-changes")
-"""Settings that mean nothing elsewhere, and are left out of a record."""
-
-Point = Mapping[str, Scalar]
-"""One point of a method's grid: key -> value."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of a comparison."""
-
-    method: str
-    seed: int
-    lr: float
-    point: Point  # its point of the grid
-    tuning: bool  # whether it is one of the runs from which the point was chosen
-    status: str
-    reason: str  # why, if it was not completed
-    score: float | None  # best validation accuracy, or None
-    score_round: int | None  # round of it
-    folder: str  # its run folder, relative to that of the comparison
-
-    @property
-    def place(self) -> str:
-        """Its point of the grid in words; the learning rate if there is no grid."""
-        return ", ".join(f"{key} {_short(value)}" for key, value in (self.point or {"lr": self.lr}).items())
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result of a comparison."""
-
-    folder: Path  # where everything is
-    table: list[CompareRow]  # a row a method
-    personal: list[PersonalRow]  # a row a method with personal models
-    gains: Gains  # each client's gain over the reference methods, if they were compared
-    chosen: dict[str, Trial]  # method -> the trial of the first seed with the chosen point
-    trials: list[Trial]  # every run
-    notes: list[str]  # remarks for the reader, such as a choice at the edge of the grid
-
+_POLL_SECONDS = 0.5
 
 OnTrial = Callable[[Trial, int, int], None]
-
-
-def config_of(run_config: Mapping[str, Any], method: str, methods: Sequence[str]) -> dict[str, Any]:
-    """Give the settings of one method of a comparison.
-
-    Args:
-        run_config: Settings of all, with those of one method alone under its name.
-        method: The method.
-        methods: All methods that are compared.
-
-    Returns:
-        Its settings: keys of other methods of the comparison are left out, and a shared key under its name takes the place
-        of the one for all.
-    """
-    shared = set(keys_of(Settings))
-    mine: dict[str, Any] = {}
-    for_all: dict[str, Any] = {"method": method}
-    for key, value in run_config.items():
-        name = key.removeprefix(f"{method}.")
-        if name != key:
-            mine[name if name in shared else key] = value
-        elif not any(key.startswith(f"{other}.") for other in methods):
-            for_all[key] = value
-    return {**for_all, **mine, "method": method}
+OnRounds = Callable[[int, int], None]
 
 
 def compare(
@@ -116,6 +56,7 @@ def compare(
     jobs: int,
     target: float | None,
     on_trial: OnTrial,
+    on_rounds: OnRounds,
     resume: Path | None = None,
 ) -> Comparison:
     """Run several methods under the same conditions.
@@ -128,88 +69,57 @@ def compare(
         how: Engine, clients and workers of every run.
         root: Folder of all runs.
         jobs: Runs at the same time, each in its own process.
-        target: Accuracy for the rounds-to-target column.
+        target: Value of the task's metric for the rounds-to-target columns.
         on_trial: Called with each run that ended, the number of runs that ended, and of all.
+        on_rounds: Called now and then with the rounds done since the start, and the rounds that were to be done.
         resume: Folder of a comparison that was interrupted, or is to be widened: completed runs in it with the same settings
-            are not made again.
+            are not made again, and one that was killed goes on from its checkpoint.
 
     Returns:
         The comparison; its folder holds ``compare.json``, ``table.md``, ``table.csv``, ``compare.png`` and the runs, and
-        for personal models ``personal.csv``, ``clients.csv`` and ``gains.png``.
+        for personal models ``personal.csv``, ``clients.csv`` and ``gains.png``. All but the figures are there after each run.
 
     Raises:
-        SettingsError: A setting or a value of the grid is wrong, which is told before anything runs.
+        SettingsError: A setting or a value of the grid is wrong, or there is nothing to choose by, which is told before
+            anything runs.
+        LaunchError: A worker process died.
     """
-    points = {m: _points(grid, m, methods) for m in methods}
-    for m in methods:
-        for point in points[m]:
-            # A wrong setting of the last method is told before the first has run.
-            resolve_settings(config_of({**run_config, **point}, m, methods))
+    plan = make_plan(Plan(run_config, methods, seeds, grid, how, target))
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-compare-{run_config.get('task', 'digits')}"
     folder = (resume or root / name).absolute()
     (folder / "runs").mkdir(parents=True, exist_ok=resume is not None)
-    _same_clients(folder / "clients", how.num_clients)
-    made = _completed_runs(folder / "runs")
-    total = sum(len(points[m]) + len(seeds) - 1 for m in methods)
+    with RunFolder(folder).locked():
+        _same_clients(folder / "clients", how.num_clients)
+        return _run_plan(plan, folder, jobs, on_trial, on_rounds)
+
+
+def _run_plan(plan: Plan, folder: Path, jobs: int, on_trial: OnTrial, on_rounds: OnRounds) -> Comparison:
+    points, methods, seeds = plan.points, plan.methods, plan.seeds
+    made, broken_off = _runs_in(folder / "runs")
     trials: list[Trial] = []
+    total = sum(len(points[m]) + len(seeds) - 1 for m in methods)
+    loaded: dict[str, Run] = {}
 
-    def run_all(wanted: Iterable[tuple[str, int, Point]], *, tuning: bool) -> None:
-        jobs_of = [
-            Job(m, seed, point, config_of({**run_config, **point, "seed": seed}, m, methods))
-            for m, seed, point in wanted
-        ]
+    def run_all(runs: _Runs, wanted: Iterable[tuple[str, int, Point]], *, tuning: bool) -> None:
+        jobs_of = [plan.job(method, seed, point) for method, seed, point in wanted]
         there = [(job, Ended(RunStatus.COMPLETED, "", made[job.key])) for job in jobs_of if job.key in made]
-        missing = [job for job in jobs_of if job.key not in made]
-        for job, ended in itertools.chain(there, _in_processes(missing, how, folder / "runs", jobs)):
-            trials.append(_trial(job, ended, folder, tuning=tuning))
-            on_trial(trials[-1], len(trials), total)
+        missing = [job.going_on(broken_off.get(job.key)) for job in jobs_of if job.key not in made]
+        for job, ended in itertools.chain(there, runs.ended(missing)):
+            trial = _trial(job, ended, folder, tuning=tuning, loaded=loaded)
+            trials.append(trial)
+            write_state(plan, folder, trials, loaded)
+            on_trial(trial, len(trials), total)
 
-    # All methods advance alike, so that an interrupted comparison can be ended with a smaller grid.
-    first = sorted((i / len(points[m]), methods.index(m), i) for m in methods for i in range(len(points[m])))
-    run_all(((methods[m], seeds[0], points[methods[m]][i]) for _, m, i in first), tuning=bool(grid))
-    order = {m: [dict(point) for point in points[m]] for m in methods}
-    chosen = {m: _choose([t for t in trials if t.method == m], order[m]) for m in methods}
-    run_all(((m, seed, chosen[m].point) for seed in seeds[1:] for m in methods), tuning=False)
-    trials.sort(key=lambda t: (methods.index(t.method), not t.tuning, t.seed, order[t.method].index(dict(t.point))))
-    shown = [t for t in trials if not t.tuning or t is chosen[t.method]]
-    runs = [load_run(folder / t.folder) for m in methods for t in shown if t.method == m]
-    comparison = Comparison(
-        folder=folder,
-        table=compare_table(runs, target),
-        personal=personal_table(runs),
-        gains=client_gains(runs),
-        chosen=chosen,
-        trials=trials,
-        notes=_notes(chosen, grid, trials),
-    )
-    _write(comparison, run_config, seeds, grid, how, target, runs)
-    return comparison
-
-
-def _points(grid: Mapping[str, Sequence[Scalar]], method: str, methods: Sequence[str]) -> list[Point]:
-    """List the combinations of the values of a method's keys; one empty point without any."""
-    keys = [key for key in grid if not any(key.startswith(f"{other}.") for other in methods if other != method)]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(grid[key] for key in keys))]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run to make."""
-
-    method: str
-    seed: int
-    point: Point
-    config: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        """What tells its run from others: its resolved settings."""
-        settings = resolve_settings(self.config)
-        return _key(flatten(settings, get_method(settings.method).group))
-
-
-def _key(settings: Mapping[str, Any]) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key not in OF_ONE_MACHINE}, sort_keys=True)
+    write_state(plan, folder, trials, loaded)
+    with _in_processes(plan.how, folder / "runs", jobs, on_rounds) as runs:
+        # All methods advance alike, so that an interrupted comparison can be ended with a smaller grid.
+        first = sorted((i / len(points[m]), methods.index(m), i) for m in methods for i in range(len(points[m])))
+        run_all(runs, ((methods[m], seeds[0], points[methods[m]][i]) for _, m, i in first), tuning=bool(plan.grid))
+        chosen = {m: choose([t for t in trials if t.method == m], points[m]) for m in methods}
+        run_all(runs, ((m, seed, chosen[m].point) for seed in seeds[1:] for m in methods), tuning=False)
+    comparison = write_state(plan, folder, trials, loaded, completed=True)
+    drawn = draw(comparison, plan)
+    return replace(comparison, notes=[*comparison.notes, *drawn])
 
 
 def _same_clients(path: Path, num_clients: int) -> None:
@@ -221,35 +131,98 @@ def _same_clients(path: Path, num_clients: int) -> None:
     path.write_text(f"{num_clients}\n")
 
 
-def _completed_runs(root: Path) -> dict[str, Path]:
-    """Find the completed runs in a folder, by what tells them apart."""
-    folders = [RunFolder.open(path) for path in sorted(root.iterdir()) if (path / "summary.json").exists()]
-    summaries = [(folder, folder.read_summary() or {}) for folder in folders]
-    return {
-        _key(folder.read_settings()): folder.path
-        for folder, summary in summaries
-        if summary.get("status") == RunStatus.COMPLETED
-    }
+def _runs_in(root: Path) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Find the runs in a folder by what tells them apart: the completed ones, and those broken off that left a checkpoint."""
+    completed: dict[str, Path] = {}
+    broken_off: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):
+        if not (path / "settings.toml").exists():
+            continue
+        folder = RunFolder.open(path)
+        status = (folder.read_summary() or {"status": RunStatus.UNFINISHED})["status"]
+        if status == RunStatus.COMPLETED:
+            completed[settings_key(folder.read_settings())] = path
+        elif status in (RunStatus.UNFINISHED, RunStatus.STOPPED) and folder.read_num_clients() is not None:
+            broken_off[settings_key(folder.read_settings())] = path
+    return completed, broken_off
 
 
-def _in_processes(jobs_of: Sequence[Job], how: Start, root: Path, jobs: int) -> Iterable[tuple[Job, Ended]]:
-    with worker_pool(jobs) as pool:
-        futures = {pool.submit(_run, job.config, how, root, list(sys.path)): job for job in jobs_of}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+@dataclass(frozen=True)
+class _Runs:
+    """Makes runs, several at a time."""
+
+    ended: Callable[[Sequence[Job]], Iterable[tuple[Job, Ended]]]
+
+
+@contextmanager
+def _in_processes(how: Start, root: Path, jobs: int, on_rounds: OnRounds) -> Iterator[_Runs]:
+    """Keep worker processes for the runs of a comparison; what they are at when it ends early is left as after a kill."""
+    rounds = multiprocessing.get_context("spawn").Value("q", 0)
+    pool = worker_pool(jobs, _count_in, rounds)
+    total = 0
+
+    def ended(jobs_of: Sequence[Job]) -> Iterator[tuple[Job, Ended]]:
+        nonlocal total
+        total += sum(resolve_settings(job.config).num_server_rounds for job in jobs_of)
+        futures: dict[Future[Ended], Job] = {
+            pool.submit(_run, job.config, how, root, list(sys.path)): job for job in jobs_of
+        }
+        while futures:
+            for future in wait(futures, _POLL_SECONDS, FIRST_COMPLETED).done:
+                try:
+                    yield futures.pop(future), future.result()
+                except BrokenProcessPool as error:
+                    raise LaunchError(
+                        f"comparison {root.parent}",
+                        expected="worker processes that live as long as their runs",
+                        got=str(error),
+                        do="use fewer --jobs if memory ran out; what was computed is kept: go on with --resume",
+                    ) from error
+            on_rounds(rounds.value, total)
+
+    try:
+        yield _Runs(ended)
+    except BaseException:
+        kill_pool(pool)
+        raise
+    pool.shutdown()
+
+
+_rounds: Any = None
+"""Rounds that all workers of a comparison have done: a shared number."""
+
+
+def _count_in(rounds: Any) -> None:
+    global _rounds
+    _rounds = rounds
 
 
 def _run(config: dict[str, Any], how: Start, root: Path, path: list[str]) -> Ended:
     sys.path[:] = path
-    return start(config, how, root)
+    told = 0
+
+    def add(rounds: int) -> None:
+        nonlocal told
+        told += rounds
+        with _rounds.get_lock():
+            _rounds.value += rounds
+
+    try:
+        return start(config, how, root, lambda row: add(int(row["phase"] == TRAIN)))
+    except CheckpointError:
+        if not config.get("resume"):
+            raise
+        # Another version, or data that has changed: what was broken off cannot go on, and is made anew.
+        return start({**config, "run-dir": "", "resume": False}, how, root, lambda row: add(int(row["phase"] == TRAIN)))
+    except FedAppsError as error:
+        return Ended(RunStatus.FAILED, f"{type(error).__name__}: {error}", None)
+    finally:
+        # Of a run that failed, or that went on from a checkpoint, the other rounds are over too.
+        add(max(0, resolve_settings(config).num_server_rounds - told))
 
 
-def _trial(job: Job, ended: Ended, folder: Path, *, tuning: bool) -> Trial:
-    if ended.folder is None:
-        raise RuntimeError("a run of a comparison left no folder")
-    run = load_run(ended.folder)
-    best = run.summary.get("best", {})
-    return Trial(
+def _trial(job: Job, ended: Ended, folder: Path, *, tuning: bool, loaded: dict[str, Run]) -> Trial:
+    trial = Trial(
         method=job.method,
         seed=job.seed,
         lr=resolve_settings(job.config).lr,
@@ -257,94 +230,25 @@ def _trial(job: Job, ended: Ended, folder: Path, *, tuning: bool) -> Trial:
         tuning=tuning,
         status=str(ended.status),
         reason=ended.reason,
-        score=best.get(validation_key([best], run.summary.get("judged-by", Task.metric))),
-        score_round=best.get("round"),
-        folder=str(ended.folder.relative_to(folder)),
+        score=None,
+        score_metric="",
+        score_round=None,
+        folder="",
     )
-
-
-def _choose(trials: Sequence[Trial], order: Sequence[dict[str, Scalar]]) -> Trial:
-    completed = [t for t in trials if t.status == RunStatus.COMPLETED and t.score is not None] or list(trials)
-    return min(completed, key=lambda t: (-(t.score or 0.0), t.score_round or 0, order.index(dict(t.point))))
-
-
-def _notes(chosen: Mapping[str, Trial], grid: Mapping[str, Sequence[Scalar]], trials: Sequence[Trial]) -> list[str]:
-    notes = [
-        f"{method}: the chosen {key} {_short(value)} is at the edge of the grid; widen it"
-        for method, trial in chosen.items()
-        for key, value in trial.point.items()
-        if _at_edge(value, grid[key])
-    ]
-    notes += [
-        f"{t.method}, seed {t.seed}, {t.place}: {t.status} ({t.reason[:NOTE_LENGTH]} ...; see {t.folder})"
-        for t in trials
-        if t.status != RunStatus.COMPLETED
-    ]
-    return notes
-
-
-def _at_edge(value: Scalar, values: Sequence[Scalar]) -> bool:
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    return len(numbers) > 1 and value in (min(numbers), max(numbers))
-
-
-def _short(value: Scalar) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _write(
-    comparison: Comparison,
-    run_config: Mapping[str, Any],
-    seeds: Sequence[int],
-    grid: Mapping[str, Sequence[Scalar]],
-    how: Start,
-    target: float | None,
-    runs: Sequence[Run],
-) -> None:
-    folder, methods = comparison.folder, list(comparison.chosen)
-    record = {
-        "settings": {key: value for key, value in run_config.items() if key not in OF_ONE_MACHINE},
-        "methods": methods,
-        "seeds": list(seeds),
-        "grid": {key: list(values) for key, values in grid.items()},
-        "protocol": "each point of the grid on the first seed, best validation metric of the task chosen; never test data",
-        "clients": how.num_clients,
-        "engine": str(how.engine),
-        "target": target,
-        "chosen-lr": {m: trial.lr for m, trial in comparison.chosen.items()},
-        "chosen": {m: dict(trial.point) for m, trial in comparison.chosen.items()},
-        "notes": comparison.notes,
-        "table": [row.data() for row in comparison.table],
-        "personal": [row.data() for row in comparison.personal],
-        "gains": comparison.gains,
-        "trials": [asdict(trial) for trial in comparison.trials],
-        "curves": [{"method": run.method, "seed": run.settings["seed"], **curves_of(run)} for run in runs],
-        "environment": RunFolder.open(runs[0].path).read_environment(),
-    }
-    (folder / "compare.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(_markdown(comparison, run_config), encoding="utf-8")
-    (folder / "table.csv").write_text(to_csv(comparison.table), encoding="utf-8")
-    plot_compare(runs, folder / "compare.png", target)
-    if comparison.personal:
-        (folder / "personal.csv").write_text(to_csv(comparison.personal), encoding="utf-8")
-        (folder / "clients.csv").write_text(to_csv(client_table(runs)), encoding="utf-8")
-    if comparison.gains:
-        plot_gains(comparison.gains, folder / "gains.png", quantity=comparison.personal[0].metric)
-
-
-def _markdown(comparison: Comparison, run_config: Mapping[str, Any]) -> str:
-    """Write the tables, and below them what a reader needs to know about each method's settings."""
-    parts = [to_markdown(comparison.table)]
-    if comparison.personal:
-        parts.append("Personal models on the clients' own test data:\n\n" + to_markdown(comparison.personal))
-    tuned = [f"{method} {trial.place}" for method, trial in comparison.chosen.items() if trial.point]
-    if tuned:
-        parts.append(f"Chosen on validation data: {'; '.join(tuned)}.\n")
-    alone = [
-        f"{key} = {_short(v)}"
-        for key, v in run_config.items()
-        if key.startswith(tuple(f"{m}." for m in comparison.chosen))
-    ]
-    if alone:
-        parts.append(f"Set for one method alone: {', '.join(alone)}.\n")
-    return "\n".join(parts)
+    if ended.folder is None or not (ended.folder / "settings.toml").exists():
+        return trial
+    run = load_run(ended.folder)
+    name = str(ended.folder.relative_to(folder))
+    loaded[name] = run
+    best = run.summary.get("best", {})
+    key = validation_key([best], run.summary.get("judged-by", Task.metric))
+    return replace(
+        trial,
+        score=best.get(key),
+        score_metric=key,
+        score_round=best.get("round"),
+        folder=name,
+        final=run.summary["final"],
+        best=best,
+        seconds=run.summary["totals"]["seconds-by-phase"],
+    )

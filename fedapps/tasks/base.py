@@ -200,7 +200,7 @@ class Task(ABC):
     """What the model is; set by `TorchTask` and `ConvexTask`."""
 
     metric: ClassVar[str] = "accuracy"
-    """The metric that runs are judged by; larger is better."""
+    """The metric that runs are judged by; larger is better, unless its name ends in ``loss`` or ``error``."""
 
     class Options(SettingsModel):
         """The keys of ``task-options``; a task with keys of its own derives its ``Options`` from those of its base."""

@@ -115,6 +115,7 @@ class SyntheticLinearTask(_SyntheticTask):
     r"""Linear regression of the paper, objective :math:`|X\theta - y|^2 / (2n) + \frac{\text{reg}}{2} |\theta|^2`."""
 
     regression: ClassVar[Regression] = Regression.LINEAR
+    metric = "loss"  # Nobody can choose by the statistical error where the truth is not known.
 
     class Options(_SyntheticTask.Options):
         """Options of linear regression."""

@@ -19,15 +19,15 @@ def test_rounds_are_counted_to_the_first_evaluation_that_reaches_decomfls_end(tm
         ("decomfl", 0): [0.5, 0.6, 0.8, 0.7], ("hiso", 0): [0.5, 0.71, 0.6, 0.9],
         ("decomfl", 1): [0.5, 0.5, 0.6, 0.9], ("hiso", 1): [0.5, 0.6, 0.7, 0.8],
     }  # fmt: skip
-    cost = {"payload-down-mean": 2000.0, "payload-up-mean": 400.0, "best-accuracy-mean": 0.75}
+    cost = {"payload-down-mean": 2000.0, "payload-up-mean": 400.0, "best-global-server-test-accuracy-mean": 0.75}
     record = {
         "settings": {"task": "digits-mlp", "num-server-rounds": 30}, "methods": ["decomfl", "hiso"], "clients": 6,
         "seeds": [0, 1], "chosen": {"decomfl": {"decomfl.lr": 0.1}, "hiso": {"hiso.lr": 1, "hiso.nu": 0.01}},
-        "table": [{"method": "decomfl", **cost}, {"method": "hiso", **cost}],
+        "table": [{"method": "decomfl", **cost, "best-accuracy-mean": 0.5}, {"method": "hiso", **cost}],
         "curves": [
             {"method": method, "seed": seed, "rounds": [0, 10, 20, 30], "test-accuracy": values}
             for (method, seed), values in curves.items()
-        ],
+        ] + [{"method": "hiso", "seed": 0, "rounds": [0], "test-accuracy": [1.0], "chosen": False}],
     }  # fmt: skip
     (tmp_path / "compare.json").write_text(json.dumps(record))
     command = [

@@ -59,7 +59,7 @@ def test_table_and_figure_hold_the_chosen_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     text = (tmp_path / "out" / "mnist_personal.md").read_text()
-    assert text.count("| fedclup | accuracy | 0.9000 | 0.9000 |") == 2
+    assert text.count("| fedclup | accuracy | 2 | 0.9000 | 0.9000 |") == 2
     assert "## 2 classes a client" in text
     assert "on seed 0: fedclup lr 0.1; localtrain lr 0.1." in text
     assert "fedclup 1.00 kB down and 3.00 kB up" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from scipy.sparse import csr_array
 
 from fedapps.client_apps.fedavg import train as train_fedavg
 from fedapps.client_apps.work import ClientWork
+from fedapps.errors import TaskError
 from fedapps.methods import Method
 from fedapps.tasks import Data, setting
 from fedapps.tasks.convex_task import ConvexTask
@@ -37,6 +39,21 @@ class Sites(TorchTask):
 
     def build_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+
+
+class FragileSites(Sites):
+    """The same, whose data of some seed cannot be read, or ends the process that reads it."""
+
+    class Options(Sites.Options):
+        broken_seed: int = setting(-1, "seed whose data cannot be read")
+        deadly_seed: int = setting(-1, "seed whose data ends the process")
+
+    def load(self) -> tuple[Data, Data]:
+        if self.config.seed == self.options.broken_seed:
+            raise TaskError("the sensor of this seed is broken")
+        if self.config.seed == self.options.deadly_seed:
+            os._exit(9)
+        return super().load()
 
 
 class BatchNormSites(Sites):

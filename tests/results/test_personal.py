@@ -50,16 +50,16 @@ def make(
 
 
 def test_the_table_has_mean_weighted_mean_spread_and_worst_tenth_over_seeds(tmp_path: Path) -> None:
-    """Clients 0.9 and 0.6 of 10 and 20 examples: 0.75, 0.7, 0.15, 0.6; the other seed 0.1 lower."""
+    """Clients 0.9 and 0.6 of 10 and 20 examples: 0.75, 0.7, 0.3 / sqrt(2), 0.6; the other seed 0.1 lower."""
     runs = [make(tmp_path, "fedclup", 0, [0.9, 0.6]), make(tmp_path, "fedclup", 1, [0.8, 0.5])]
     (row,) = personal_table(runs)
     assert row.cells() == {
-        "method": "fedclup", "metric": "accuracy", "personal, mean": "0.7000 ± 0.0707",
-        "by examples": "0.6500 ± 0.0707", "std over clients": "0.1500 ± 0.0000", "worst tenth": "0.5500 ± 0.0707",
+        "method": "fedclup", "metric": "accuracy", "clients": "2", "personal, mean": "0.7000 ± 0.0707",
+        "by examples": "0.6500 ± 0.0707", "std over clients": "0.2121 ± 0.0000", "worst tenth": "0.5500 ± 0.0707",
         "global, mean": "0.5000 ± 0.0000",
     }  # fmt: skip
-    assert "0.7000 ± 0.0707" in to_markdown([row])
-    assert float(next(csv.DictReader(io.StringIO(to_csv([row]))))["personal-mean"]) == pytest.approx(0.7)
+    assert "0.7000 ± 0.0707" in to_markdown([row.cells()])
+    assert float(next(csv.DictReader(io.StringIO(to_csv([row.data()]))))["personal-mean"]) == pytest.approx(0.7)
 
 
 def test_gains_are_client_by_client_against_the_same_seed(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from fedapps.errors import FedAppsError
 from fedapps.methods import METHODS
 from fedapps.results.report import Run
+from fedapps.results.run_folder import RunFolder
+from fedapps.results.views import PERSONAL
 
 pytest.importorskip("matplotlib", reason="figures need the extra plots")
 
@@ -76,11 +78,12 @@ def test_one_run_shows_accuracy_and_loss(make_run: MakeRun, tmp_path: Path, draw
     (figure,) = drawn
     accuracy, loss = figure.axes
     assert (accuracy.get_xlabel(), accuracy.get_ylabel(), loss.get_ylabel()) == ("round", "accuracy", "loss")
-    assert [line.get_label() for line in accuracy.lines] == ["test", "validation"]
+    server = ["global model, server's test data", "global model, server's validation data"]
+    assert [line.get_label() for line in accuracy.lines] == server
     np.testing.assert_allclose(accuracy.lines[0].get_ydata(), curve(20, 0.4))
     np.testing.assert_array_equal(accuracy.lines[0].get_xdata(), np.arange(21))
     assert len(loss.lines[2].get_xdata()) == 20, "there is no training loss before round 1"
-    assert legend(figure) == ["test", "validation", "train (on the clients)"]
+    assert legend(figure) == [*server, "training loss on the clients"]
     assert accuracy.lines[0].get_color() == loss.lines[0].get_color()
     assert figure.get_suptitle() == "fedpm on digits, seed 3"
     assert_picture(tmp_path / "plot.png", figure)
@@ -105,7 +108,8 @@ def test_methods_are_compared_over_rounds_bytes_and_seconds(
     plot_compare(runs, tmp_path / "compare.png", target=0.95)
     (figure,) = drawn
     rounds, payload, seconds_axis = figure.axes
-    assert (rounds.get_xlabel(), rounds.get_ylabel()) == ("round", "test accuracy")
+    assert (rounds.get_xlabel(), rounds.get_ylabel()) == ("round", "accuracy")
+    assert rounds.get_title(loc="left") == "global model, server's test data"
     assert payload.get_xlabel() == "payload of training, down + up, all clients [MB]"
     assert seconds_axis.get_xlabel() == "time in training rounds [s]"
     expected = np.mean([curve(20, 0.6 * (1 + 0.1 * seed)) for seed in range(3)], axis=0)
@@ -143,12 +147,80 @@ def test_bytes_that_differ_by_orders_of_magnitude_get_a_logarithmic_axis(
     assert_picture(tmp_path / "compare.png", figure)
 
 
+def with_personal(run: Run, accuracies: list[float]) -> Run:
+    """The run with what three clients measured after each round."""
+    for partition in range(3):
+        RunFolder.open(run.path).append_clients({"round": 1, "partition": partition, "num-examples": 4})
+    rows = [
+        {"round": number, "phase": "client-evaluate", "seconds": 1.0, "client-personal-test-accuracy": value}
+        for number, value in list(enumerate(accuracies))[1:]
+    ]
+    return Run(run.path, run.settings, [*run.rows, *rows], run.summary)
+
+
+def test_every_model_and_data_has_a_row_with_a_name_and_only_the_methods_that_have_it(
+    make_run: MakeRun, tmp_path: Path, drawn: list[Figure]
+) -> None:
+    """FedAvg has no personal models, LocalTrain no global one; a method looks the same in all rows."""
+    runs = [
+        make_run(curve(5, 0.6), method="fedavg"),
+        with_personal(make_run(curve(5, 0.2), method="fedclup"), curve(5, 0.5)),
+        with_personal(make_run(curve(5, 0.0), method="localtrain"), curve(5, 0.3)),
+    ]
+    plot_compare(runs, tmp_path / "compare.png", target=0.6)
+    (figure,) = drawn
+    server, personal = figure.axes[0], figure.axes[3]
+    assert server.get_title(loc="left") == "global model, server's test data"
+    assert personal.get_title(loc="left") == "personal models, test data of 3 clients"
+    assert [line.get_label() for line in server.lines] == ["fedavg", "fedclup", "target 0.6"]
+    assert [line.get_label() for line in personal.lines] == ["fedclup", "localtrain", "target 0.6"]
+    np.testing.assert_allclose(personal.lines[1].get_ydata(), curve(5, 0.3)[1:])
+    assert personal.lines[0].get_color() == server.lines[1].get_color()
+    assert_picture(tmp_path / "compare.png", figure)
+
+
+@pytest.mark.parametrize("top", [0.97, 0.9999, 1.0])
+def test_shares_close_to_1_are_drawn_by_what_is_missing(
+    make_run: MakeRun, tmp_path: Path, drawn: list[Figure], top: float
+) -> None:
+    """0.95 and 0.99 are as far apart as 0.5 and 0.9: a factor 5 of what is missing; 1 itself lies at the upper end."""
+    plot_compare([make_run([0.1, 0.5, 0.95, top])], tmp_path / "compare.png")
+    axis = drawn[0].axes[0]
+    height = {share: axis.transData.transform((0, share))[1] for share in (0.5, 0.9, 0.95, 0.99)}
+    assert height[0.99] - height[0.95] == pytest.approx(height[0.9] - height[0.5])
+    assert height[0.99] - height[0.95] > 0.2 * axis.get_window_extent().height
+    assert "0.99" in [text.get_text() for text in axis.get_yticklabels()]
+    least, most = axis.get_ylim()
+    assert least == 0.5, "the initial model is left out"
+    assert most >= min(top, 0.9995)
+    assert ("1" in [text.get_text() for text in axis.get_yticklabels()]) == (top > 0.9995)
+    assert_picture(tmp_path / "compare.png", drawn[0])
+
+
+def test_lower_shares_have_a_plain_scale(make_run: MakeRun, tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_compare([make_run([0.1, 0.5, 0.89])], tmp_path / "compare.png")
+    assert drawn[0].axes[0].get_yscale() == "linear"
+    assert 0.4 < drawn[0].axes[0].get_ylim()[0] < 0.5, "the initial model is left out"
+
+
+def test_losses_far_apart_have_a_logarithmic_scale(make_run: MakeRun, tmp_path: Path, drawn: list[Figure]) -> None:
+    for losses in ([2.0, 0.2, 0.01], [2.0, 1.0, 0.2]):
+        rows = [{"round": n, "phase": "evaluate", "test-loss": value} for n, value in enumerate(losses)]
+        run = make_run([0.1])
+        plot_compare(
+            [Run(run.path, run.settings, rows, {**run.summary, "judged-by": "loss"})], tmp_path / "compare.png"
+        )
+    assert [figure.axes[0].get_yscale() for figure in drawn] == ["log", "linear"]
+    assert drawn[0].axes[0].get_ylabel() == "loss"
+
+
 def test_a_method_that_sends_no_model_is_a_level_over_bytes(
     make_run: MakeRun, tmp_path: Path, drawn: list[Figure]
 ) -> None:
     """Its few bytes of metrics do not make the axis logarithmic."""
     runs = [make_run(curve(5, 0.6), method="fedclup"), make_run(curve(5, 0.4), method="localtrain", down=3, up=2)]
-    plot_compare(runs, tmp_path / "compare.png")
+    runs = [with_personal(run, curve(5, speed)) for run, speed in zip(runs, (0.6, 0.4), strict=True)]
+    plot_comparisons({"digits": runs}, tmp_path / "compare.png", views=(PERSONAL,))
     rounds, payload, _ = drawn[0].axes
     assert payload.get_xscale() == "linear"
     assert len(rounds.lines) == len(payload.lines) == 2
@@ -162,12 +234,12 @@ def test_several_comparisons_have_a_row_each(make_run: MakeRun, tmp_path: Path, 
     easy = [make_run(curve(5, 0.6), method=method) for method in ("fedclup", "ditto")]
     hard = [make_run(curve(5, 0.2), method="fedclup", alpha=0.1)]
     panels = {"easy": easy, "hard": hard}
-    plot_comparisons(panels, tmp_path / "rows.png", over=(Over.ROUNDS, Over.SECONDS), least=0.5)
+    plot_comparisons(panels, tmp_path / "rows.png", over=(Over.ROUNDS, Over.SECONDS))
     (figure,) = drawn
-    assert [axis.get_title(loc="left") for axis in figure.axes] == ["easy", "", "hard", ""]
+    where = "global model, server's test data"
+    assert [axis.get_title(loc="left") for axis in figure.axes] == [f"easy: {where}", "", f"hard: {where}", ""]
     assert [len(axis.lines) for axis in figure.axes] == [2, 2, 1, 1]
     assert [axis.get_xlabel() for axis in figure.axes] == ["round", "time in training rounds [s]"] * 2
-    assert {axis.get_ylim() for axis in figure.axes} == {(0.5, 1.0)}
     assert legend(figure) == ["fedclup", "ditto"]
     assert_picture(tmp_path / "rows.png", figure)
 

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from fedapps.results.report import Run
-from fedapps.results.series import accuracy_series, curves_of, payload_until, train_loss
+from fedapps.results.series import curves_of, payload_until, series_of, train_loss
+from fedapps.results.views import GLOBAL_ON_SERVER, Measure
 
 MakeRun = Callable[..., Run]
+
+ACCURACY = Measure("accuracy", GLOBAL_ON_SERVER)
 
 
 def test_one_run_is_its_own_mean(make_run: MakeRun) -> None:
     run = make_run([0.1, 0.5, 0.9], down=100, up=300, seconds=2.0)
-    series = accuracy_series([run])
+    series = series_of([run], ACCURACY)
     assert series is not None
     np.testing.assert_array_equal(series.rounds, [0, 1, 2])
     np.testing.assert_array_equal(series.mean, [0.1, 0.5, 0.9])
@@ -25,7 +28,7 @@ def test_one_run_is_its_own_mean(make_run: MakeRun) -> None:
 def test_seeds_are_averaged_round_by_round(make_run: MakeRun) -> None:
     """Round 2 is in the first run only: its mean is of that run alone."""
     runs = [make_run([0.2, 0.4, 0.8], up=300, seconds=2.0), make_run([0.1, 0.6], seed=1, up=500, seconds=4.0)]
-    series = accuracy_series(runs)
+    series = series_of(runs, ACCURACY)
     assert series is not None
     np.testing.assert_allclose(series.mean, [0.15, 0.5, 0.8], rtol=1e-15)
     np.testing.assert_allclose(series.std, [0.1 / np.sqrt(2), 0.2 / np.sqrt(2), 0], rtol=1e-12)
@@ -36,8 +39,8 @@ def test_seeds_are_averaged_round_by_round(make_run: MakeRun) -> None:
 def test_runs_without_accuracy_have_no_series(make_run: MakeRun) -> None:
     run = make_run([0.1, 0.5])
     bare = Run(run.path, run.settings, [row for row in run.rows if row["phase"] == "train"], run.summary)
-    assert accuracy_series([bare]) is None
-    assert accuracy_series([bare, run]) is not None
+    assert series_of([bare], ACCURACY) is None
+    assert series_of([bare, run], ACCURACY) is not None
 
 
 def test_only_training_counts(make_run: MakeRun) -> None:
@@ -46,7 +49,7 @@ def test_only_training_counts(make_run: MakeRun) -> None:
     asked = {"round": 1, "phase": "client-evaluate", "seconds": 9.0, "payload-down": 7, "payload-up": 1}
     run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
     assert payload_until(run, 1) == 400
-    series = accuracy_series([run])
+    series = series_of([run], ACCURACY)
     assert series is not None
     np.testing.assert_array_equal(series.seconds, [0, 2, 4])
     assert list(train_loss(run)) == [1, 2]
@@ -59,5 +62,6 @@ def test_a_record_holds_the_curves_that_there_are(make_run: MakeRun) -> None:
     run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
     assert curves_of(run) == {
         "rounds": [0, 1, 2], "payload": [0, 400, 800], "test-accuracy": [0.1, 0.5, 0.9],
+        "test-loss": pytest.approx([0.9, 0.5, 0.1]), "validation-loss": pytest.approx([1.0, 0.6, 0.2]),
         "validation-accuracy": pytest.approx([0.09, 0.49, 0.89]), "client-personal-test-accuracy": [None, None, 0.8],
     }  # fmt: skip

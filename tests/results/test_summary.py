@@ -120,7 +120,7 @@ def test_mean_weighted_mean_deviation_and_worst_decile() -> None:
     accuracies = np.arange(20) / 20
     assert found["client-test-accuracy"] == pytest.approx(accuracies.mean())
     assert found["client-test-accuracy-weighted"] == pytest.approx((accuracies * np.arange(1, 21)).sum() / 210)
-    assert found["client-test-accuracy-std"] == pytest.approx(accuracies.std())
+    assert found["client-test-accuracy-std"] == pytest.approx(accuracies.std(ddof=1))
     # A tenth of 20 clients are two: the least accurate, and those of the greatest loss.
     assert found["client-test-accuracy-worst-decile"] == pytest.approx((0 + 1 / 20) / 2)
     assert found["client-test-loss-worst-decile"] == pytest.approx(18.5)

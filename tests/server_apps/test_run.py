@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedapps.methods import METHODS, Method
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import load_arrays
 from fedapps.server_apps import run
+from fedapps.strategies.roster import Roster
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask
 
@@ -236,10 +238,28 @@ def test_three_rounds_and_a_resume_are_six_rounds(tmp_path: Path, method: str) -
 
     def without_seconds(run: Any) -> list[dict[str, Any]]:
         return [{k: v for k, v in row.items() if k != "seconds" and "wire" not in k and "payload" not in k}
-                for row in run.folder.read_metrics()]  # fmt: skip
+                for row in run.folder.read_metrics() if row["phase"] != "start-up"]  # fmt: skip
 
     assert without_seconds(straight) == without_seconds(halves)
     assert halves.summary["rounds"] == 6
+
+
+def test_greeting_the_clients_is_start_up_and_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients' processes take 28 s to answer, once a start: no round takes any time here, nor does an evaluation."""
+    clock = [0.0]
+    refresh = Roster.refresh
+
+    def slow(roster: Roster, grid: Any) -> None:
+        clock[0] += 0.0 if roster.num_partitions else 28.0
+        refresh(roster, grid)
+
+    monkeypatch.setattr(Roster, "refresh", slow)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    short_run(tmp_path / "run", {})
+    resumed = short_run(tmp_path / "run", {"num-server-rounds": 3, "resume": True})
+    assert [(row["round"], row["seconds"]) for row in resumed.rows("start-up")] == [(0, 28.0), (2, 28.0)]
+    assert resumed.folder.read_metrics()[0]["phase"] == "start-up"
+    assert resumed.summary["totals"]["seconds-by-phase"] == {"start-up": 56.0, "train": 0.0, "evaluate": 0.0}
 
 
 def test_a_failed_run_is_gone_on_with_as_if_nothing_had_happened(tmp_path: Path) -> None:

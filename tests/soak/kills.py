@@ -135,7 +135,11 @@ def left_by(folder: Path) -> dict[str, Any]:
     return {
         "model": sum_of(run.model_path),
         "journal": sum_of(run.journal_path),
-        "rows": [{k: v for k, v in row.items() if k not in dropped} for row in run.read_metrics()],
+        "rows": [
+            {k: v for k, v in row.items() if k not in dropped}
+            for row in run.read_metrics()
+            if row["phase"] != "start-up"
+        ],
         "clients' rows": run.read_clients(),
         "ledger": len(run.read_ledger()) > 0,
         "status": (run.read_summary() or {})["status"],
