@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedapps.cli.common import show_table, told
+from fedapps.cli.common import show_table, styled, told
 from fedapps.results.personal import client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains, plot_run
-from fedapps.results.report import Run, compare_sections, compare_table, load_run, run_table
+from fedapps.results.report import Run, compare_sections, compare_table, load_run, remarks, run_table
 from fedapps.results.tables import Record, to_csv, to_json_rows, to_markdown
 from fedapps.simulation.comparison import RECORD, read_record
 
@@ -53,6 +53,8 @@ def report(
         markdown = "\n".join(
             f"{title}:\n\n{to_markdown(rows)}".removeprefix(":\n\n") for title, rows in sections.items()
         )
+        notes = remarks(runs)
+        markdown += "".join(f"\nNote: {note}.\n" for note in notes)
         if format_ in _FOR_PROGRAMS:
             print(_FOR_PROGRAMS[format_](records), end="")
         elif format_ is Format.MARKDOWN:
@@ -60,6 +62,8 @@ def report(
         else:
             for title, rows in sections.items():
                 show_table(console, rows, title or None)
+            for note in notes:
+                console.print(styled("yellow", "note", f": {note}"))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             (out / "table.md").write_text(markdown, encoding="utf-8")

@@ -30,6 +30,10 @@ NOT_COMPARED = {"seed", "run-dir", "resume", "accept-changes", "device", "data-d
 """Settings that may differ between runs whose mean is taken."""
 
 
+MOST_NAMES = 4
+"""Tensors that a remark names."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run read from its folder; it need not have ended."""
@@ -165,6 +169,25 @@ def load_run(path: Path) -> Run:
     rows = folder.read_metrics()
     summary = folder.read_summary() or summarise(rows, status=RunStatus.UNFINISHED)
     return Run(path=folder.path, settings=folder.read_settings(), rows=rows, summary=summary)
+
+
+def remarks(runs: Iterable[Run]) -> list[str]:
+    """Say what second-order methods averaged in place of preconditioning it, and why; each remark once a method."""
+    told: dict[str, None] = {}
+    for run in runs:
+        row = next((row for row in run.rows if "preconditioned" in row), None)
+        if row is None:
+            continue
+        for reason, names in row.get("averaged-since", {}).items():
+            told[f"{run.method}: averaged, not preconditioned, since {reason}: {_some(names)}"] = None
+        if not row["preconditioned"]:
+            told[f"{run.method}: nothing was preconditioned: this is a first-order method's result"] = None
+    return list(told)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def run_table(runs: Iterable[Run], target: float | None = None) -> list[RunRow]:

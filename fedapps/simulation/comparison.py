@@ -11,7 +11,7 @@ from typing import Any
 from fedapps.errors import FedAppsError
 from fedapps.results.personal import Gains, PersonalRow, client_gains, client_table, personal_table
 from fedapps.results.plots import plot_compare, plot_gains
-from fedapps.results.report import Run, compare_sections, compare_table
+from fedapps.results.report import Run, compare_sections, compare_table, remarks
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.series import curves_of
 from fedapps.results.storage import from_json, read_as, to_json, write_atomically
@@ -88,7 +88,7 @@ def write_state(
         gains=client_gains(runs),
         chosen=chosen,
         trials=list(trials),
-        notes=[*plan.notes, *_notes(plan, chosen, trials)],
+        notes=[*plan.notes, *_notes(plan, chosen, trials), *remarks(runs)],
         data=describe(plan),
         runs=runs,
     )

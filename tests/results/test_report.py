@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from fedapps.errors import CheckpointError
-from fedapps.results.report import Run, compare_sections, compare_table, group_runs, load_run, measures_of, run_table
+from fedapps.results.report import (
+    Run,
+    compare_sections,
+    compare_table,
+    group_runs,
+    load_run,
+    measures_of,
+    remarks,
+    run_table,
+)
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.views import GLOBAL_ON_CLIENTS, GLOBAL_ON_SERVER, PERSONAL, VALIDATION_VIEWS, Measure, View
 
@@ -203,3 +212,14 @@ def test_tables_count_the_bytes_of_training_rounds_only(make_run: MakeRun) -> No
     run = Run(run.path, run.settings, [*run.rows, asked], run.summary)
     (row,), (compared,) = run_table([run]), compare_table([run])
     assert (row.payload_down, row.payload_up) == (compared.payload_down.mean, compared.payload_up.mean) == (300, 900)
+
+
+def test_what_a_second_order_run_averaged_is_said_below_its_table(make_run: MakeRun) -> None:
+    runs = [make_run(FAST, seed=seed) for seed in (0, 1)] + [make_run(SLOW, method="fedavg")]
+    for run in runs[:2]:
+        run.rows[1]["preconditioned"] = []
+        run.rows[1]["averaged-since"] = {"it is compiled": [f"{i}.weight" for i in range(6)]}
+    assert remarks(runs) == [
+        "fedpm: averaged, not preconditioned, since it is compiled: 0.weight, 1.weight, 2.weight, 3.weight and 2 more",
+        "fedpm: nothing was preconditioned: this is a first-order method's result",
+    ]
