@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+
 import fedapps
 
 Call = Callable[..., str]
@@ -15,6 +17,7 @@ def test_version(call: Call) -> None:
     assert call("--version").startswith("fedapps 0.")
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_a_module() -> None:
     run = subprocess.run([sys.executable, "-m", "fedapps.cli", "--version"], capture_output=True, text=True, check=True)
     assert run.stdout == f"fedapps {fedapps.__version__}\n"

@@ -129,6 +129,7 @@ def test_integer_buffers_are_listed_apart(tmp_path: Path, method: str, caplog: p
     assert [message.split(" ")[0].strip(":") for message in logged] == ["maximum"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedpm", "localnewton"])
 def test_a_run_that_preconditions_nothing_is_fedavg_and_says_so_in_every_round(
     tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture

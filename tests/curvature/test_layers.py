@@ -396,6 +396,7 @@ class Renamed(nn.Linear):
         return "renamed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "reason"),
     [

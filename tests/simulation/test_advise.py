@@ -143,6 +143,7 @@ SITES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -24,6 +24,8 @@ from fedapps.simulation.sweep import compare
 from fedapps.tasks.from_settings import load_task_of
 from fedapps.tasks.synthetic import SyntheticLinearTask
 
+pytestmark = pytest.mark.slow
+
 METHODS = ["fedclup", "ditto", "localtrain"]
 CONFIG: dict[str, Any] = {
     "task": "digits", "local-steps": 20, "num-server-rounds": 2, "ditto.local-steps": 10, "fedclup.adaptive": True,

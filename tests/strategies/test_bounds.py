@@ -41,6 +41,7 @@ def absurd(reply: Message) -> Message:
 
 
 # LocalTrain's clients send no number.
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [row.name for row in METHODS if row.name != "localtrain"])
 def test_1e30_in_one_reply_is_refused_by_name_and_every_honest_round_goes_on(tmp_path: Path, method: str) -> None:
     config = {"method": method, "num-server-rounds": 4}

@@ -40,6 +40,7 @@ def test_any_window_is_that_part_of_the_whole(distribution: Distribution, seed: 
         np.testing.assert_array_equal(window, whole[start:stop])
 
 
+@pytest.mark.slow
 @BOTH
 def test_moments(distribution: Distribution) -> None:
     """Mean 0, variance 1, and the fourth moment of the distribution, each within 5 standard errors of 400000 draws."""
