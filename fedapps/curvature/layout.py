@@ -47,6 +47,10 @@ class Tile(NamedTuple):
         return int(self.columns.stop - self.columns.start)
 
 
+LONGEST_REASON = 300
+"""Characters of a reason why a parameter has no block: it comes from a client, and goes into log and rows."""
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """The curvature of one layer: one block, or several if the layer has groups or is cut."""
@@ -143,7 +147,7 @@ def layout_from_json(text: str, who: str) -> Layout:
     try:
         content = json.loads(text)
         blocks = tuple(_spec_from_json(entry) for entry in content["blocks"])
-        averaged = {str(name): str(reason) for name, reason in content["averaged"].items()}
+        averaged = {str(name): str(reason)[:LONGEST_REASON] for name, reason in content["averaged"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise MessageError(
             f"{who}, layout",

@@ -256,22 +256,6 @@ class RoundStrategy(Strategy):
         """
         return None
 
-    def note_plain_steps(self, layout: Layout, where: str) -> None:
-        """Note, once, what a client did not precondition although the handshake said so."""
-        told = self.roster.layout()
-        lost = {n: layout.averaged[n] for n in ([] if told is None else told.preconditioned) if n in layout.averaged}
-        for reason in dict.fromkeys(lost.values()):
-            names = ", ".join(name for name in lost if lost[name] == reason)
-            self.note_once(f"plain steps with {names}", f"{where}: plain gradient steps with {names} ({reason})")
-
-    def note_nothing_preconditioned(self, layout: Layout) -> None:
-        """Note, every round that it is so, that no client preconditioned anything; ``layout`` is one of theirs."""
-        reasons = "; ".join(dict.fromkeys(layout.averaged.values()))
-        self.rounds.note(
-            "NOTHING IS PRECONDITIONED: all steps are plain gradient steps, so that this is FedAvg under another name"
-            f" ({reasons})"
-        )
-
     def check_model(self, arrays: Arrays) -> None:
         """Refuse a model that the method cannot train, with a `TaskError`: one that cannot be averaged."""
         check_averageable(arrays, type(self).__name__)

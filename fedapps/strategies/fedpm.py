@@ -22,15 +22,16 @@ from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.curvature.blocks import Block
-from fedapps.curvature.layout import BlockSpec, Layout, check_fits, from_matrix, to_matrix
+from fedapps.curvature.layout import BlockSpec, Layout, from_matrix, to_matrix
 from fedapps.curvature.mixing import BlockSums, add_block, mix_block, start_block
 from fedapps.curvature.packing import scaled_identity
 from fedapps.defences import Defence, update_norm
-from fedapps.errors import MessageError, SettingsError
+from fedapps.errors import SettingsError
 from fedapps.messages.blocks import CURVATURE, LAYOUT, PRODUCTS, read_blocks, read_layout
 from fedapps.messages.schema import Announced, Arrays, Reply, check_complete
 from fedapps.settings import RoundSettings
 from fedapps.strategies.base import RoundStrategy
+from fedapps.strategies.layouts import Layouts, another_block, describe
 
 logger = getLogger("flwr")
 
@@ -60,8 +61,8 @@ class FedPM(RoundStrategy):
         **rounds: Further arguments of `RoundStrategy`.
 
     Attributes:
-        layout: What is preconditioned and what averaged, from the first reply that was folded; None before. It is logged
-            then, since clients of one's own may answer no query that would say it earlier.
+        layouts: What the clients precondition. What most of them do is logged after the first round, since clients of one's
+            own may answer no query that would say it earlier.
 
     Example:
         >>> FedPM(RoundSettings(seed=1, fraction_train=0.5)).settings.fraction_train
@@ -77,17 +78,16 @@ class FedPM(RoundStrategy):
                 got=self.settings.defence.value,
                 do="choose multi-krum",
             )
-        self.layout: Layout | None = None
+        self.layouts = Layouts(self.roster, self.rounds)
         self._layers: dict[str, _LayerSums] = {}
         # One entry a tensor, since clients may differ in which tensors have a block.
         self._means: dict[str, TensorSums] = {}
         self._senders: dict[str, list[int]] = {}
-        self._expected: dict[str, BlockSpec] | None = None
         self._read: tuple[Reply, Layout, list[Block]] | None = None
 
     @override
     def curvature_layout(self) -> Layout | None:
-        return self.layout
+        return self.layouts.common
 
     @override
     def announced(self, model: Arrays) -> Announced:
@@ -98,9 +98,7 @@ class FedPM(RoundStrategy):
     def begin(self, model: Arrays) -> None:
         self._model = model
         self._layers, self._means, self._senders, self._read = {}, {}, {}, None
-        # What most nodes said in the handshake is the norm, not what the first reply says.
-        told = self.roster.layout()
-        self._expected = None if told is None else {spec.layer: spec for spec in told.blocks}
+        self.layouts.begin(model)
 
     @override
     def plain(self, reply: Reply) -> Reply:
@@ -142,41 +140,18 @@ class FedPM(RoundStrategy):
             sums = self._means.setdefault(name, start_mean({name: self._model[name]}))
             add_mean(sums, weight, {name: value}, where=reply.where)
             self._senders.setdefault(name, []).append(reply.partition)
-        if self.layout is None:
-            self.layout = layout
-            for line in layout.report(self._model).splitlines():
-                logger.info("%s", line)
-        self.note_plain_steps(layout, reply.where)
+        self.layouts.fold(layout, reply.where)
 
     def _check_layout(self, layout: Layout, where: str) -> None:
-        if len(set(layout.preconditioned)) < len(layout.preconditioned):
-            raise MessageError(
-                f"{where}, layout",
-                expected="every parameter in one block",
-                got=", ".join(layout.preconditioned),
-                do="leave tied parameters out of all blocks",
-            )
+        self.layouts.check(layout, where)
+        # Clients of one's own may answer no query: then what is folded already is the norm.
         covered = {name: layer for layer, sums in self._layers.items() for name in sums.spec.parameters}
         for spec in layout.blocks:
-            check_fits(self._model, spec, where)
-            if self._expected is not None and self._expected.get(spec.layer) != spec:
-                norm = self._expected.get(spec.layer)
-                raise MessageError(
-                    f"{spec.where(where)}, layout",
-                    expected="no block" if norm is None else f"{_describe(norm)} as most nodes have it",
-                    got=_describe(spec),
-                    do="build the same model on every client, with the same settings",
-                )
             known = {self._layers[covered[name]].spec for name in spec.parameters if name in covered}
             if spec.layer in self._layers:
                 known.add(self._layers[spec.layer].spec)
             for other in known - {spec}:
-                raise MessageError(
-                    f"{spec.where(where)}, layout",
-                    expected=f"{_describe(other)} as from the other clients",
-                    got=_describe(spec),
-                    do="build the same model on every client, with the same settings",
-                )
+                raise another_block(spec, where, f"{describe(other)} as from the other clients")
 
     def _add_block(self, block: Block, weight: float, reply: Reply) -> None:
         spec = block.spec
@@ -203,8 +178,11 @@ class FedPM(RoundStrategy):
         """
         if not self._layers and not self._means:
             raise RuntimeError("finish without a folded reply")
-        if not self._layers and self.layout is not None:
-            self.note_nothing_preconditioned(self.layout)
+        first = self.layouts.common is None
+        self.layouts.finish()
+        if first and self.layouts.common is not None:
+            for line in self.layouts.common.report(self._model).splitlines():
+                logger.info("%s", line)
         new: Arrays = {}
         for layer in self._layers.values():
             W = to_matrix(self._model, layer.spec)
@@ -248,13 +226,6 @@ class FedPM(RoundStrategy):
         if added:
             self.rounds.note(f"layer '{spec.layer}': {added:.1e} added to the damping on the server")
         return new
-
-
-def _describe(spec: BlockSpec) -> str:
-    cut = f" cut at {spec.cut}" if spec.cut else ""
-    groups = f", {spec.groups} groups" if spec.groups > 1 else ""
-    parameters = " and ".join(spec.parameters)
-    return f"'{spec.layer}' with {parameters}, {spec.rows} rows, width {spec.width}{cut}{groups}"
 
 
 def _clients(partitions: list[int]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -38,10 +38,6 @@ from fedapps.zeroth_order.dispatch import kernel_checksum
 from fedapps.zeroth_order.journal import Slice
 from fedapps.zeroth_order.layout import Ranges
 from fedapps.zeroth_order.scheme import Record, Scalars
-
-if TYPE_CHECKING:
-    pass
-
 
 LARGEST_SCALAR = 1e15
 """Largest scalar of a round: ``D * D`` is finite in float32 up to ``|D| = 1e19``, and the entries of a direction are below 1e4

@@ -27,6 +27,7 @@ from fedapps.messages.blocks import LAYOUT, read_layout
 from fedapps.messages.line_search import read_losses, search_records
 from fedapps.messages.schema import Arrays, Reply
 from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.layouts import Layouts
 from fedapps.strategies.mean import MeanStrategy
 from fedapps.strategies.rounds import FollowUp
 
@@ -55,7 +56,7 @@ class LocalNewton(MeanStrategy):
         **rounds: Further arguments of `RoundStrategy`.
 
     Attributes:
-        layout: What is preconditioned and what not, from the first reply that was folded; None before.
+        layouts: What the clients precondition.
 
     Example:
         >>> LocalNewton(steps=(1.0, 0.5)).steps
@@ -65,7 +66,7 @@ class LocalNewton(MeanStrategy):
     def __init__(self, settings: RoundSettings | None = None, *, steps: Sequence[float] = (), **rounds: Any) -> None:
         super().__init__(settings, **rounds)
         self.steps = tuple(steps)
-        self.layout: Layout | None = None
+        self.layouts = Layouts(self.roster, self.rounds)
         self._search: _Search | None = None
 
     @override
@@ -75,8 +76,8 @@ class LocalNewton(MeanStrategy):
 
     @override
     def curvature_layout(self) -> Layout | None:
-        """Say what the first client preconditioned, before that what most of them told in the handshake."""
-        return self.roster.layout() if self.layout is None else self.layout
+        """Say what most clients preconditioned in the first round, before that what they told in the handshake."""
+        return self.layouts.common or self.roster.layout()
 
     @override
     def begin(self, model: Arrays) -> None:
@@ -84,16 +85,16 @@ class LocalNewton(MeanStrategy):
         self._weights: dict[int, float] = {}
         self._parameters: set[str] = set()
         self._search = None
-        self._any_block = False
+        self.layouts.begin(model)
 
     @override
     def fold(self, reply: Reply) -> None:
-        super().fold(reply)
         layout = read_layout(reply) if LAYOUT in reply.entries else self.roster.layout()
         if layout is not None:
-            self.layout = self.layout or layout
-            self.note_plain_steps(layout, reply.where)
-            self._any_block = self._any_block or bool(layout.blocks)
+            self.layouts.check(layout, reply.where)
+        super().fold(reply)
+        if layout is not None:
+            self.layouts.fold(layout, reply.where)
         self._weights[reply.partition] = self.settings.weight(reply.num_examples)
         trainable = reply.arrays.keys() if self.trainable is None else self.trainable
         self._parameters |= {k for k in trainable if np.issubdtype(self._model[k].dtype, np.floating)}
@@ -122,8 +123,7 @@ class LocalNewton(MeanStrategy):
     @override
     def finish(self) -> Arrays:
         """Take the mean, or the step of the line search."""
-        if self.layout is not None and not self._any_block:
-            self.note_nothing_preconditioned(self.layout)
+        self.layouts.finish()
         search, self._search = self._search, None
         if search is None:
             if self.steps:

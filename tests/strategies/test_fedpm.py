@@ -123,7 +123,7 @@ def test_the_first_folded_reply_says_once_what_is_preconditioned_and_why_the_res
     replies[0]["products"] = pack_arrays({"fc": np.zeros((3, 4), np.float32)})  # refused
     for _ in range(2):
         mix(strategy, replies)
-    assert strategy.layout == LAYOUT
+    assert strategy.curvature_layout() == LAYOUT
     assert [message for message in caplog.messages if message.startswith(("precond", "averaged", "maximum"))] == [
         "preconditioned, block 5 x 5: fc.weight, fc.bias",
         "averaged (a free parameter): scale",
