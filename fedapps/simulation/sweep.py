@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fedapps.errors import CheckpointError, FedAppsError, LaunchError, SettingsError
 from fedapps.methods import resolve_settings
@@ -100,23 +100,23 @@ def _run_plan(plan: Plan, folder: Path, jobs: int, on_trial: OnTrial, on_rounds:
     total = sum(len(points[m]) + len(seeds) - 1 for m in methods)
     loaded: dict[str, Run] = {}
 
-    def run_all(runs: _Runs, wanted: Iterable[tuple[str, int, Point]], *, tuning: bool) -> None:
+    def run_all(make: Make, wanted: Iterable[tuple[str, int, Point]], *, tuning: bool) -> None:
         jobs_of = [plan.job(method, seed, point) for method, seed, point in wanted]
         there = [(job, Ended(RunStatus.COMPLETED, "", made[job.key])) for job in jobs_of if job.key in made]
         missing = [job.going_on(broken_off.get(job.key)) for job in jobs_of if job.key not in made]
-        for job, ended in itertools.chain(there, runs.ended(missing)):
+        for job, ended in itertools.chain(there, make(missing)):
             trial = _trial(job, ended, folder, tuning=tuning, loaded=loaded)
             trials.append(trial)
             write_state(plan, folder, trials, loaded)
             on_trial(trial, len(trials), total)
 
     write_state(plan, folder, trials, loaded)
-    with _in_processes(plan.how, folder / "runs", jobs, on_rounds) as runs:
+    with _in_processes(plan.how, folder / "runs", jobs, on_rounds) as make:
         # All methods advance alike, so that an interrupted comparison can be ended with a smaller grid.
         first = sorted((i / len(points[m]), methods.index(m), i) for m in methods for i in range(len(points[m])))
-        run_all(runs, ((methods[m], seeds[0], points[methods[m]][i]) for _, m, i in first), tuning=bool(plan.grid))
+        run_all(make, ((methods[m], seeds[0], points[methods[m]][i]) for _, m, i in first), tuning=bool(plan.grid))
         chosen = {m: choose([t for t in trials if t.method == m], points[m]) for m in methods}
-        run_all(runs, ((m, seed, chosen[m].point) for seed in seeds[1:] for m in methods), tuning=False)
+        run_all(make, ((m, seed, chosen[m].point) for seed in seeds[1:] for m in methods), tuning=False)
     comparison = write_state(plan, folder, trials, loaded, completed=True)
     drawn = draw(comparison, plan)
     return replace(comparison, notes=[*comparison.notes, *drawn])
@@ -147,15 +147,12 @@ def _runs_in(root: Path) -> tuple[dict[str, Path], dict[str, Path]]:
     return completed, broken_off
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """Makes runs, several at a time."""
-
-    ended: Callable[[Sequence[Job]], Iterable[tuple[Job, Ended]]]
+Make: TypeAlias = Callable[[Sequence[Job]], Iterable[tuple[Job, Ended]]]
+"""Makes runs, several at a time, and gives each when it has ended."""
 
 
 @contextmanager
-def _in_processes(how: Start, root: Path, jobs: int, on_rounds: OnRounds) -> Iterator[_Runs]:
+def _in_processes(how: Start, root: Path, jobs: int, on_rounds: OnRounds) -> Iterator[Make]:
     """Keep worker processes for the runs of a comparison; what they are at when it ends early is left as after a kill."""
     rounds = multiprocessing.get_context("spawn").Value("q", 0)
     pool = worker_pool(jobs, _count_in, rounds)
@@ -181,7 +178,7 @@ def _in_processes(how: Start, root: Path, jobs: int, on_rounds: OnRounds) -> Ite
             on_rounds(rounds.value, total)
 
     try:
-        yield _Runs(ended)
+        yield ended
     except BaseException:
         kill_pool(pool)
         raise
