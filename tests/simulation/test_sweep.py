@@ -90,8 +90,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines()
 
     @contextmanager
-    def in_this_process(how: Start, root: Path, jobs: int, on_rounds: Any) -> Iterator[sweep._Runs]:
-        yield sweep._Runs(lambda jobs_of: ((job, made.start(job.config, root)) for job in jobs_of))
+    def in_this_process(how: Start, root: Path, jobs: int, on_rounds: Any) -> Iterator[sweep.Make]:
+        yield lambda jobs_of: ((job, made.start(job.config, root)) for job in jobs_of)
 
     monkeypatch.setattr(sweep, "_in_processes", in_this_process)
     return made
