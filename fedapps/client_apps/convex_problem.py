@@ -52,6 +52,19 @@ class ConvexProblem(LocalProblem):
         return Layout((BlockSpec(WEIGHTS, (WEIGHTS,), 1, width),))
 
     @override
+    def objective(self, arrays: Arrays) -> Objective:
+        return self._whole
+
+    @override
+    def gradient(self, arrays: Arrays, batches: Iterable[np.ndarray] | None = None) -> Trained:
+        theta = arrays[WEIGHTS]
+        total, seen = np.zeros(theta.shape), 0
+        for batch in self._work.batches() if batches is None else batches:
+            total += len(batch) * self._part(batch).gradient(theta)
+            seen += len(batch)
+        return Trained({WEIGHTS: total / seen}, {}, self._trained(theta).loss)
+
+    @override
     def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
         objectives: Iterable[Objective] = self._batches() if batches is None else map(self._objective, batches)
         if not pull.anchor:
@@ -112,8 +125,10 @@ class ConvexProblem(LocalProblem):
         return self._task.objective(self._work.data.train.take(batch))
 
     def _batches(self) -> Iterator[Objective]:
-        for batch in self._work.batches():
-            yield self._whole if len(batch) == self._work.num_examples else self._objective(batch)
+        return map(self._part, self._work.batches())
+
+    def _part(self, batch: np.ndarray) -> Objective:
+        return self._whole if len(batch) == self._work.num_examples else self._objective(batch)
 
     def _trained(self, theta: np.ndarray) -> Trained:
         loss = float(self._whole.loss(theta))

@@ -24,6 +24,7 @@ from fedapps.tasks.base import Task, TaskKind
 if TYPE_CHECKING:
     from fedapps.curvature.blocks import Block, WireDtype
     from fedapps.curvature.layout import Layout
+    from fedapps.curvature.newton import Objective
 
 logger = getLogger("flwr")
 
@@ -94,6 +95,27 @@ class LocalProblem(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """The trainable tensors."""
+
+    def objective(self, arrays: Arrays) -> Objective:
+        """Give the loss of all the client's examples as a function of one vector, `names` end to end, with its Hessian.
+
+        Args:
+            arrays: The model, whose buffers stay as they are (torch: in evaluation mode).
+        """
+
+    def gradient(self, arrays: Arrays, batches: Iterable[np.ndarray] | None = None) -> Trained:
+        r"""Compute the gradient at one model, :math:`\sum_k n_k g_{ik}(\theta) / \sum_k n_k` over batches of ``n_k`` examples.
+
+        Args:
+            arrays: The model, ``theta``.
+            batches: Indices of each batch's examples; None for the ``K`` of the round.
+
+        Returns:
+            The gradient in place of the trainable tensors; the buffers that the batches leave, and the mean loss.
+
+        Raises:
+            TaskError: The loss is not finite.
+        """
 
     def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
         r"""Take ``K`` gradient steps, :math:`w_i \leftarrow w_i - \eta\,(g_i(w_i) + \lambda (w_i - w))`.

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
+from fedapps.client_apps.torch_objective import Hessian, TorchObjective
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
+from fedapps.curvature.flat import flatten, unflatten
 from fedapps.curvature.foof import Estimate, FoofPreconditioner
 from fedapps.curvature.layers import model_layout
 from fedapps.curvature.layout import Layout
@@ -52,6 +54,37 @@ class TorchProblem(LocalProblem):
         return tuple(self._task.trainable_names())
 
     @override
+    def objective(self, arrays: Arrays) -> TorchObjective:
+        work = self._work
+        return TorchObjective(
+            self._task,
+            self._task.module(arrays, work.device),
+            self.names,
+            work.data.train,
+            device=work.device,
+            kind=Hessian(work.settings.own.curvature),
+            where=work.where,
+        )
+
+    @override
+    def gradient(self, arrays: Arrays, batches: Iterable[np.ndarray] | None = None) -> Trained:
+        """Compute the gradient in training mode, as that of a step is, and sum the batches in float64."""
+        model = self._model(arrays)
+        parameters, seen = _trainable(model), 0
+        total = {name: np.zeros(p.shape) for name, p in parameters.items()}
+
+        def add(num_examples: int) -> None:
+            nonlocal seen
+            seen += num_examples
+            for name, p in parameters.items():
+                if p.grad is not None:
+                    total[name] += num_examples * p.grad.cpu().numpy().astype(np.float64)
+
+        trained = self._train(model, add, batches)
+        mean = {name: (total[name] / seen).astype(arrays[name].dtype) for name in total}
+        return Trained(mean, trained.buffers, trained.loss)
+
+    @override
     def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
         model = self._model(start)
         parameters = _trainable(model)
@@ -60,7 +93,7 @@ class TorchProblem(LocalProblem):
         others = {"params": [p for n, p in parameters.items() if n not in anchor], "lr": self._work.lr}
         optimizer = torch.optim.SGD([group for group in (pulled, others) if group["params"]])
 
-        def take_step() -> None:
+        def take_step(_: int) -> None:
             if pull.lam:
                 add_proximal_gradient(model, anchor, pull.lam)
             optimizer.step()
@@ -87,7 +120,7 @@ class TorchProblem(LocalProblem):
         with foof:
             if own.estimate == Estimate.FULL_PASS:
                 self._show_all(model, foof)
-            trained = self._train(model, lambda: foof.step(work.lr))
+            trained = self._train(model, lambda _: foof.step(work.lr))
         warn_of_damping(work, foof.added_damping)
         return Preconditioned(trained.arrays, trained.buffers, trained.loss, foof.layout, foof.unseen, foof.blocks)
 
@@ -99,7 +132,7 @@ class TorchProblem(LocalProblem):
         local = {name: array_tensor(received[name], p) for name, p in parameters.items()}
         taken = 0
 
-        def inner_step() -> None:
+        def inner_step(_: int) -> None:
             nonlocal taken
             add_proximal_gradient(model, local, config.lam)
             optimizer.step()
@@ -125,10 +158,10 @@ class TorchProblem(LocalProblem):
         fits = halves if len(halves) > 1 else [whole.arrays, received]
         names = tuple(name for name in self.names if name in pull.anchor)
         report = fit_of_folds(
-            [_flat(fit, names) for fit in fits],
+            [flatten(fit, names) for fit in fits],
             [self._gradient({**received, **fit}, names, self._work.data.train) for fit in fits],
-            _flat(whole.arrays, names),
-            _flat(received, names),
+            flatten(whole.arrays, names),
+            flatten(received, names),
             self._work.num_examples,
         )
         return whole, report
@@ -165,8 +198,8 @@ class TorchProblem(LocalProblem):
         """Estimate ``L`` by differences of gradients, in evaluation mode."""
         batch = self._work.data.train.take(next(self._work.batches()))
         return curvature_by_differences(
-            lambda theta: self._gradient({**arrays, **_shaped(theta, arrays, names)}, names, batch),
-            _flat(arrays, names),
+            lambda theta: self._gradient({**arrays, **unflatten(theta, arrays, names)}, names, batch),
+            flatten(arrays, names),
         )
 
     def _model(self, arrays: Arrays) -> nn.Module:
@@ -178,7 +211,7 @@ class TorchProblem(LocalProblem):
     def _train(
         self,
         model: nn.Module,
-        take_step: Callable[[], object],
+        take_step: Callable[[int], object],
         batches: Iterable[np.ndarray] | None = None,
         steps_a_batch: int = 1,
     ) -> Trained:
@@ -186,7 +219,7 @@ class TorchProblem(LocalProblem):
 
         Args:
             model: The model; gradients are cleared before each backward pass.
-            take_step: Takes one step from the gradients that are in the model.
+            take_step: Takes one step from the gradients that are in the model, of a batch of so many examples.
             batches: Indices of the batches; None for those of the round.
             steps_a_batch: Steps on each batch, which is drawn and augmented once for all of them.
 
@@ -209,7 +242,7 @@ class TorchProblem(LocalProblem):
                     do="lower the learning rate, or check the client's data",
                 )
             torch.autograd.backward(loss)
-            take_step()
+            take_step(len(batch))
             total += float(loss.detach()) * len(batch)
             seen += len(batch)
         return Trained(*read_model(model), total / seen)
@@ -243,7 +276,7 @@ class TorchProblem(LocalProblem):
         gradients = {
             name: np.zeros(p.shape) if p.grad is None else p.grad.cpu().numpy() for name, p in model.named_parameters()
         }
-        return _flat(gradients, names)
+        return flatten(gradients, names)
 
 
 def read_model(model: nn.Module) -> tuple[Arrays, Arrays]:
@@ -277,17 +310,3 @@ def _batch_norm_fits(model: nn.Module, batch_size: int) -> Iterator[None]:
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _flat(arrays: Arrays, names: Iterable[str]) -> np.ndarray:
-    return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in names])
-
-
-def _shaped(flat: np.ndarray, arrays: Arrays, names: Iterable[str]) -> Arrays:
-    """Undo `_flat`."""
-    shaped, start = {}, 0
-    for name in names:
-        like = arrays[name]
-        shaped[name] = flat[start : start + like.size].reshape(like.shape).astype(like.dtype)
-        start += like.size
-    return shaped

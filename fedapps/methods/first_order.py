@@ -90,6 +90,17 @@ METHODS: tuple[Method, ...] = (
         own_settings=FedProxSettings,
         tuned={task: {**values, "mu": 0.01} for task, values in _TUNED.items()},
     ),
+    _method(
+        name="psgd",
+        title="PSGD",
+        mixing="theta - eta sum p_i g_i, a step along the mean gradient",
+        travels_up="gradient g_i",
+        paper="baseline: gradient mixing, as in FedPM's paper, arXiv 2511.09100",
+        strategy="fedapps.strategies.psgd:PSGD",
+        client="fedapps.client_apps.psgd:train",
+        # A round is one step, so that more than one epoch would compute the same gradient again.
+        tuned={**_TUNED, "torch": {"lr": 0.3, "local-epochs": 1}},
+    ),
     *(
         _method(
             name=title.lower(),

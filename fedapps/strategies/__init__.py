@@ -13,8 +13,10 @@ from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.localnewton import LocalNewton
 from fedapps.strategies.localtrain import LocalTrain
 from fedapps.strategies.pfedme import PFedMe
+from fedapps.strategies.psgd import PSGD
 
 __all__ = [
+    "PSGD",
     "Ditto",
     "FedAdagrad",
     "FedAdam",

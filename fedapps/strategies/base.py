@@ -554,6 +554,29 @@ class RoundStrategy(Strategy):
         logger.info("%s %s", type(self).__name__, self.settings)
 
 
+def lr_of(config: ConfigRecord) -> float:
+    """Read the learning rate in force from a round's config, for strategies that take the step themselves.
+
+    Args:
+        config: The config.
+
+    Returns:
+        ``lr``.
+
+    Raises:
+        MessageError: It is absent, or no number.
+    """
+    lr = config.get("lr")
+    if not isinstance(lr, int | float):
+        raise MessageError(
+            "train config, entry 'lr'",
+            expected="a number",
+            got=repr(lr),
+            do="pass train_config=ConfigRecord({'lr': ...}) to the strategy's start",
+        )
+    return float(lr)
+
+
 def mean_metrics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, int]) -> MetricRecord:
     """Average metrics over clients, weighted by their number of examples.
 

@@ -28,7 +28,7 @@ from fedapps.messages.scalars import JOURNAL, SCALARS, JournalPart, fingerprint_
 from fedapps.messages.schema import ARRAYS, REBUILT, Announced, Arrays, Records, Reply, unpack_arrays
 from fedapps.methods.zeroth_order import DeComFLSettings, HiSoSettings, scheme_of
 from fedapps.settings import RoundSettings, Settings
-from fedapps.strategies.base import RoundStrategy, RunFiles
+from fedapps.strategies.base import RoundStrategy, RunFiles, lr_of
 from fedapps.strategies.kept_journal import KeptJournal
 from fedapps.strategies.rounds import FollowUp
 from fedapps.strategies.votes import judge
@@ -216,13 +216,10 @@ class HiSo(RoundStrategy):
         Raises:
             MessageError: ``lr`` is missing in the config.
         """
-        lr = config.get("lr")
-        if not isinstance(lr, int | float):
-            do = "pass train_config=ConfigRecord({'lr': ...}) to the strategy's start"
-            raise MessageError("train config, entry 'lr'", expected="a number", got=repr(lr), do=do)
+        lr = lr_of(config)
         if self.kept is None:
             self.open_journal(unpack_arrays(RecordDict({ARRAYS: arrays}), ARRAYS, "server"))
-        self._lr = float(lr)
+        self._lr = lr
         return super().configure_train(server_round, arrays, config, grid)
 
     # A round ---------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-r"""The weighted mean of the clients' models, :math:`\sum_i p_i \theta_i`, which several methods start from."""
+r"""The weighted mean of what clients send, :math:`\sum_i p_i \theta_i`, which several methods start from."""
 
 from __future__ import annotations
 
+import numpy as np
 from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.messages.schema import Arrays, Reply, check_complete
+from fedapps.messages.schema import ARRAYS, Announced, Arrays, Reply, check_complete
 from fedapps.strategies.base import RoundStrategy
 
 
@@ -30,3 +31,43 @@ class MeanStrategy(RoundStrategy):
         """Give the mean of the models folded so far, integers their maximum, in the order of the model."""
         mean = finish_mean(self._sums)
         return {name: mean[name] for name in self._model}
+
+
+class ChangeStrategy(MeanStrategy):
+    r"""Sums a change :math:`\Delta_i` of each trainable tensor, which clients send in its place, and buffers as they are.
+
+    A subclass says how far the server goes along the mean change.
+    """
+
+    @override
+    def announced(self, model: Arrays) -> Announced:
+        return {**super().announced(model), ARRAYS: self._changing(model)}
+
+    def _changing(self, model: Arrays) -> Arrays:
+        return model if self.trainable is None else {k: v for k, v in model.items() if k in self.trainable}
+
+    @override
+    def origin(self, reply: Reply) -> Arrays:
+        """Say what tensors are measured from: only buffers do not come as changes."""
+        return {name: self._model[name] for name in reply.buffers}
+
+    @override
+    def begin(self, model: Arrays) -> None:
+        super().begin(model)
+        self._buffers: set[str] = set()
+
+    @override
+    def fold(self, reply: Reply) -> None:
+        super().fold(reply)
+        self._buffers |= set(reply.buffers)
+
+    def moved(self, step: float) -> Arrays:
+        r"""Give :math:`\theta + \text{step} \sum_i p_i \Delta_i`, computed in float64, with the mean of the buffers."""
+        return {
+            name: mean if name in self._buffers else _moved(self._model[name], step, mean)
+            for name, mean in self.mean().items()
+        }
+
+
+def _moved(theta: np.ndarray, step: float, change: np.ndarray) -> np.ndarray:
+    return np.asarray(theta + step * change.astype(np.float64), theta.dtype)
