@@ -23,7 +23,7 @@ from typing_extensions import override
 from fedapps.averaging import check_averageable
 from fedapps.curvature.layout import Layout
 from fedapps.defences import update_norm
-from fedapps.errors import MessageError
+from fedapps.errors import MessageError, RosterError
 from fedapps.messages.schema import (
     ARRAYS,
     BUFFERS,
@@ -259,6 +259,23 @@ class RoundStrategy(Strategy):
     def check_model(self, arrays: Arrays) -> None:
         """Refuse a model that the method cannot train, with a `TaskError`: one that cannot be averaged."""
         check_averageable(arrays, type(self).__name__)
+
+    def share_of_all(self, partition: int) -> float:
+        """Give a client's weight ``p_i`` over all ``N`` clients, for sums that hold something of every one of them.
+
+        Raises:
+            RosterError: The client's node did not tell its number of examples.
+        """
+        facts = self.roster.facts
+        if partition not in facts:
+            raise RosterError(
+                f"{type(self).__name__}, weights of the clients",
+                expected="the number of examples of every client, from its answer to the query",
+                got=f"no answer from client {partition}",
+                do="use fedapps.client_apps on every node",
+            )
+        weights = {p: self.settings.weight(facts[p].num_examples) for p in sorted(facts)}
+        return weights[partition] / sum(weights.values())
 
     def note_once(self, kind: str, text: str) -> None:
         """Note a remark of its kind the first time only."""

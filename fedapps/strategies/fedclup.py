@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.defences import Defence
-from fedapps.errors import MessageError, RosterError, SettingsError
+from fedapps.errors import MessageError, SettingsError
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
 from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
 from fedapps.methods.personalised import FedClupSettings
@@ -200,7 +200,7 @@ class FedCLUP(RoundStrategy):
             return
         message = {name: reply.arrays[name] for name in names}
         first = reply.partition not in current.heard_of
-        current.state = fold(current.state, message, self._weight(reply.partition), first=first)
+        current.state = fold(current.state, message, self.share_of_all(reply.partition), first=first)
         if self._stale is not Stale.REPLIES:
             current.heard_of.add(reply.partition)
 
@@ -212,20 +212,6 @@ class FedCLUP(RoundStrategy):
     @property
     def _stale(self) -> Stale:
         return Stale.REPLIES if self.choosing else self.own.stale
-
-    def _weight(self, partition: int) -> float:
-        """Give ``p_i``, over all ``N`` clients."""
-        facts = self.roster.facts
-        if partition not in facts:
-            raise RosterError(
-                "FedCLUP, weights of the clients",
-                expected="the number of examples of every client, from its answer to the query",
-                got=f"no answer from client {partition}",
-                do="use fedapps.client_apps on every node",
-            )
-        return self.settings.weight(facts[partition].num_examples) / sum(
-            self.settings.weight(facts[p].num_examples) for p in sorted(facts)
-        )
 
     @override
     def finish(self) -> Arrays:
@@ -257,7 +243,7 @@ class FedCLUP(RoundStrategy):
         mean = [held / current.state.heard for held in current.state.total.values()]
         report = choose_lambda(
             current.fits,
-            {p: self._weight(p) for p in current.fits},
+            {p: self.share_of_all(p) for p in current.fits},
             float(sum(np.sum(d**2) for d in mean)),
             sum(self._model[name].size for name in current.names),
             choice,
