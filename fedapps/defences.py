@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapps.errors import SettingsError
+
 Arrays = Mapping[str, NDArray[Any]]
 """Name -> array."""
 
@@ -53,6 +55,21 @@ class Defence(StrEnum):
     """The mean of each number without the extremes; weights have no part in it."""
     MULTI_KRUM = "multi-krum"
     """The weighted mean of the replies that are nearest to each other."""
+
+
+def refuse_changed_replies(defence: Defence, method: str, *, expected: str = "multi-krum or none") -> None:
+    """Refuse a defence that changes replies, where the server's state must hold what the clients believe that it does.
+
+    Raises:
+        SettingsError: It is neither none nor multi-krum, which folds a reply as it is or not at all.
+    """
+    if defence not in (Defence.NONE, Defence.MULTI_KRUM):
+        raise SettingsError(
+            f"setting 'defence' of method '{method}'",
+            expected=f"{expected}: the sum must hold what the clients believe it does",
+            got=defence.value,
+            do="choose one of the two",
+        )
 
 
 def update_norm(arrays: Arrays, origin: Arrays) -> float:

@@ -220,6 +220,10 @@ class Settings(RoundSettings, _Run):
         "learning rate over rounds: constant, exponential (lr * lr-decay^(round-1)) or cosine (to 0 over all rounds)",
     )
     lr_decay: float = setting(0.99, "factor a round of the exponential schedule", gt=0, le=1)
+    local_momentum: float = setting(
+        0.0, "momentum of clients' plain gradient steps, sum form, from zero in every round", ge=0, le=0.999
+    )
+    weight_decay: float = setting(0.0, "added to clients' plain gradients, times the parameters (an L2 penalty)", ge=0)
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
     compute_threads: int = setting(1, "threads of torch and BLAS in every handler", ge=1, le=1024)
     partition: Literal["dirichlet", "iid", "classes", "column"] = setting(

@@ -65,12 +65,27 @@ class ConvexProblem(LocalProblem):
         return Trained({WEIGHTS: total / seen}, {}, self._trained(theta).loss)
 
     @override
-    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
+    def descend(
+        self,
+        start: Arrays,
+        pull: Pull = NO_PULL,
+        batches: Iterable[np.ndarray] | None = None,
+        shift: Arrays | None = None,
+    ) -> Trained:
         objectives: Iterable[Objective] = self._batches() if batches is None else map(self._objective, batches)
-        if not pull.anchor:
-            return self._trained(descend(objectives, start[WEIGHTS], self._work.lr))
-        pulled = (Proximal(objective, pull.anchor[WEIGHTS], pull.lam) for objective in objectives)
-        return self._trained(descend(pulled, start[WEIGHTS], pull.step))
+        step = self._work.lr
+        if pull.anchor:
+            objectives = (Proximal(objective, pull.anchor[WEIGHTS], pull.lam) for objective in objectives)
+            step = pull.step
+        theta = descend(
+            objectives,
+            start[WEIGHTS],
+            step,
+            shift=shift[WEIGHTS] if shift else 0.0,
+            momentum=self._work.settings.local_momentum,
+            weight_decay=self._work.settings.weight_decay,
+        )
+        return self._trained(theta)
 
     @override
     def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:

@@ -117,14 +117,23 @@ class LocalProblem(Protocol):
             TaskError: The loss is not finite.
         """
 
-    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
-        r"""Take ``K`` gradient steps, :math:`w_i \leftarrow w_i - \eta\,(g_i(w_i) + \lambda (w_i - w))`.
+    def descend(
+        self,
+        start: Arrays,
+        pull: Pull = NO_PULL,
+        batches: Iterable[np.ndarray] | None = None,
+        shift: Arrays | None = None,
+    ) -> Trained:
+        r"""Take ``K`` gradient steps, :math:`w_i \leftarrow w_i - \eta\,(g_i(w_i) + \lambda (w_i - w) + s)`.
+
+        With the settings ``local-momentum`` and ``weight-decay`` as in `fedapps.personalization.proximal.descend`.
 
         Args:
             start: The model to start from.
             pull: The pull, with its own ``eta``.
             batches: Indices of each step's examples; None for the round's (convex: a batch of all examples is then summed in
                 the order of the data).
+            shift: ``s``, by name: a constant that is added to every gradient of the trainable tensors that it names.
 
         Returns:
             The model after the steps.

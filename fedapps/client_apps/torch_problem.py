@@ -85,17 +85,31 @@ class TorchProblem(LocalProblem):
         return Trained(mean, trained.buffers, trained.loss)
 
     @override
-    def descend(self, start: Arrays, pull: Pull = NO_PULL, batches: Iterable[np.ndarray] | None = None) -> Trained:
+    def descend(
+        self,
+        start: Arrays,
+        pull: Pull = NO_PULL,
+        batches: Iterable[np.ndarray] | None = None,
+        shift: Arrays | None = None,
+    ) -> Trained:
         model = self._model(start)
         parameters = _trainable(model)
         anchor = {n: array_tensor(pull.anchor[n], p) for n, p in parameters.items() if n in pull.anchor}
+        shifts = {n: array_tensor(value, parameters[n]) for n, value in (shift or {}).items()}
         pulled = {"params": [p for n, p in parameters.items() if n in anchor], "lr": pull.step}
         others = {"params": [p for n, p in parameters.items() if n not in anchor], "lr": self._work.lr}
-        optimizer = torch.optim.SGD([group for group in (pulled, others) if group["params"]])
+        optimizer = torch.optim.SGD(
+            [group for group in (pulled, others) if group["params"]],
+            momentum=self._work.settings.local_momentum,
+            weight_decay=self._work.settings.weight_decay,
+        )
 
         def take_step(_: int) -> None:
             if pull.lam:
                 add_proximal_gradient(model, anchor, pull.lam)
+            for name, value in shifts.items():
+                p = parameters[name]
+                p.grad = value.clone() if p.grad is None else p.grad.add_(value)
             optimizer.step()
 
         return self._train(model, take_step, batches)
@@ -259,10 +273,8 @@ class TorchProblem(LocalProblem):
 
     def _show_all(self, model: nn.Module, foof: FoofPreconditioner) -> None:
         """Show all of the client's examples to the preconditioner, in order."""
-        n = self._work.num_examples
-        size = min(self._work.settings.batch_size or n, n)
         with foof.full_pass():
-            for batch in self._augmented(np.arange(start, min(start + size, n)) for start in range(0, n, size)):
+            for batch in self._augmented(self._work.all_examples()):
                 self._loss(model, batch)
 
     def _gradient(self, arrays: Arrays, names: Sequence[str], data: Data) -> np.ndarray:

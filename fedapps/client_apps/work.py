@@ -177,6 +177,12 @@ class ClientWork:
                 if steps_left == 0:
                     return
 
+    def all_examples(self) -> Iterator[np.ndarray]:
+        """Give every example once, in order, in batches as large as the round's: indices as `batches` gives them."""
+        size = min(self.settings.batch_size or self.num_examples, self.num_examples)
+        for start in range(0, self.num_examples, size):
+            yield np.arange(start, min(start + size, self.num_examples))
+
     @property
     def num_steps(self) -> int:
         """Number of local steps ``K`` of the round."""

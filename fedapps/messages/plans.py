@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from fedapps.errors import MessageError
-from fedapps.messages.schema import Entries, Reply
+from fedapps.messages.schema import GENERATION, Entries, Reply
 from fedapps.personalization.local_fits import LocalFit
 
 FIT_DISTANCE2 = "fit-distance2"
@@ -49,7 +49,7 @@ class RoundPlan:
         """Give the entries of the message's ``config``."""
         return {
             "lambda": self.lam,
-            "generation": self.generation,
+            GENERATION: self.generation,
             "fitting": self.fitting,
             "curvature": str(self.curvature),
         }
@@ -70,7 +70,7 @@ class RoundPlan:
         try:
             return cls(
                 lam=float(entries["lambda"]),
-                generation=int(entries["generation"]),
+                generation=int(entries[GENERATION]),
                 fitting=bool(entries["fitting"]),
                 curvature=AskedCurvature(entries["curvature"]),
             )

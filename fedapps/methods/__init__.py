@@ -32,6 +32,8 @@ _EVERY_TASK: Mapping[str, Scalar] = {
 }  # fmt: skip
 _OWN_CLIENTS: Mapping[str, Scalar] = {"partition": "column", "partition-column": "client", "client-test-fraction": 0.0}
 
+_EXAMPLE: Mapping[str, str] = {"torch": "digits-mlp", "convex": "a9a"}
+
 TUNED: Mapping[str, Mapping[str, Scalar]] = {
     "convex": {**_EVERY_TASK, "weighting": "uniform", "local-epochs": 1, "batch-size": 0, "validation-fraction": 0.0},
     "torch": {**_EVERY_TASK, "weighting": "examples", "local-epochs": 5, "batch-size": 32, "validation-fraction": 0.1},
@@ -102,11 +104,13 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
     if task_kind is None:
         task_kind = kind_of(task)
     if task_kind not in method.task_kinds:
+        others = [row for row in METHODS if task_kind in row.task_kinds]
+        near = next((row for row in others if row.family == method.family), others[0])
         raise SettingsError(
             f"method '{method.name}'",
             expected=f"a {' or '.join(method.task_kinds)} task",
-            got=f"'{task}', a {task_kind} task",
-            do="choose another task, such as digits-mlp, or another method",
+            got=f"'{task}', a {task_kind} task" + (f": {method.kinds_because}" if method.kinds_because else ""),
+            do=f"take the method nearest to it, {near.name}, or another task, such as {_EXAMPLE[method.task_kinds[0]]}",
         )
     tuned: dict[str, Scalar] = {}
     for name in (task_kind, task_group(task), task):
@@ -121,7 +125,16 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
             )
         for name in ("", task_kind, task_group(task)):
             tuned |= method.published.get(name, {})
-    return parse(run_config, groups=method_groups(), group=method.group, own_class=method.own_settings, tuned=tuned)
+    settings = parse(run_config, groups=method_groups(), group=method.group, own_class=method.own_settings, tuned=tuned)
+    for key, value in (("local-momentum", settings.local_momentum), ("weight-decay", settings.weight_decay)):
+        if value and not method.plain_steps:
+            raise SettingsError(
+                f"setting '{key}'",
+                expected=f"0: clients of '{method.name}' take no plain gradient steps",
+                got=f"{value:g}",
+                do="leave it out; it is for " + ", ".join(row.name for row in METHODS if row.plain_steps),
+            )
+    return settings
 
 
 def _text(run_config: Mapping[str, Any], key: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal
 
+from fedapps.errors import SettingsError
 from fedapps.methods.row import Method
-from fedapps.settings import Scalar, SettingsModel, setting
+from fedapps.settings import Scalar, Settings, SettingsModel, setting
 
 
 class FedAvgMSettings(SettingsModel):
@@ -22,6 +24,32 @@ class FedProxSettings(SettingsModel):
 
     mu: float = setting(0.01, "weight of the proximal term mu/2 |w - received|^2", ge=0, tuned=True)
     """0 is FedAvg."""
+
+
+class ScaffoldSettings(SettingsModel):
+    """Settings of SCAFFOLD."""
+
+    option: Literal["I", "II"] = setting(
+        "II", "new control variate of a client: I = gradient at the received model, a further pass; II = from its steps"
+    )
+    server_lr: float = setting(1.0, "server learning rate eta_g", gt=0)
+
+    def check_with(self, settings: Settings) -> None:
+        """Refuse momentum with option II, whose ``(x - y)/(K eta)`` would no longer be a mean of gradients."""
+        if self.option == "II" and settings.local_momentum:
+            raise SettingsError(
+                "setting 'local-momentum' of method 'scaffold'",
+                expected="0 with scaffold.option = II, which reads the mean gradient off the steps",
+                got=f"{settings.local_momentum:g}",
+                do="set scaffold.option=I",
+            )
+        if self.option == "I" and settings.weight_decay:
+            raise SettingsError(
+                "setting 'weight-decay' of method 'scaffold'",
+                expected="0 with scaffold.option = I, whose control variate is the gradient of the loss alone",
+                got=f"{settings.weight_decay:g}",
+                do="set scaffold.option=II, or give the task its own penalty",
+            )
 
 
 class FedAdagradSettings(SettingsModel):
@@ -55,6 +83,7 @@ _method = partial(
     travels_up="model",
     client_state="none",
     client="fedapps.client_apps.fedavg:train",
+    plain_steps=True,
     tuned=_TUNED,
 )
 
@@ -91,6 +120,19 @@ METHODS: tuple[Method, ...] = (
         tuned={task: {**values, "mu": 0.01} for task, values in _TUNED.items()},
     ),
     _method(
+        name="scaffold",
+        title="SCAFFOLD",
+        mixing="x + eta_g mean of (y_i - x); c + sum p_i (change of c_i) over all clients",
+        travels_down="model and control variate c",
+        travels_up="changes of the model and of c_i",
+        client_state="control variate c_i",
+        paper="Karimireddy et al., ICML 2020, arXiv 1910.06378",
+        strategy="fedapps.strategies.scaffold:SCAFFOLD",
+        client="fedapps.client_apps.scaffold:train",
+        group="scaffold",
+        own_settings=ScaffoldSettings,
+    ),
+    _method(
         name="psgd",
         title="PSGD",
         mixing="theta - eta sum p_i g_i, a step along the mean gradient",
@@ -98,6 +140,7 @@ METHODS: tuple[Method, ...] = (
         paper="baseline: gradient mixing, as in FedPM's paper, arXiv 2511.09100",
         strategy="fedapps.strategies.psgd:PSGD",
         client="fedapps.client_apps.psgd:train",
+        plain_steps=False,
         # A round is one step, so that more than one epoch would compute the same gradient again.
         tuned={**_TUNED, "torch": {"lr": 0.3, "local-epochs": 1}},
     ),

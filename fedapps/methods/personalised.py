@@ -187,6 +187,7 @@ METHODS: tuple[Method, ...] = (
         paper="Li et al., ICML 2021, arXiv 2012.04221",
         strategy="fedapps.strategies.ditto:Ditto",
         client="fedapps.client_apps.ditto:train",
+        plain_steps=True,
         group="ditto",
         own_settings=PulledSettings,
         tuned=_tuned({"lambda": 0.3}, {"lambda": 0.1}),
@@ -201,6 +202,7 @@ METHODS: tuple[Method, ...] = (
         paper="baseline: every client alone",
         strategy="fedapps.strategies.localtrain:LocalTrain",
         client="fedapps.client_apps.localtrain:train",
+        plain_steps=True,
         group="localtrain",
         own_settings=LocalTrainSettings,
         tuned=_tuned({}, {}),
@@ -215,6 +217,7 @@ METHODS: tuple[Method, ...] = (
         strategy="fedapps.strategies.fedavg:FedAvg",
         client="fedapps.client_apps.fedavg:train",
         evaluate="fedapps.client_apps.personal_models:evaluate_global",
+        plain_steps=True,
         tuned=_tuned({}, {}),
     ),
 )

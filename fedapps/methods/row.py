@@ -35,6 +35,9 @@ class Method:
         group: Prefix of the method's own keys; ``""`` if it has none or takes them from ``method-options``.
         own_settings: Class of the method's own settings, or None.
         task_kinds: Kinds of task that the method can train.
+        kinds_because: Why not others, for the error.
+        plain_steps: Whether clients take plain gradient steps, which have the settings ``local-momentum`` and
+            ``weight-decay``.
         replicas: Whether ends hold replicas that draw the same directions: kernels are compared in the handshake, and the
             run folder holds a journal.
         published: The preset ``paper``: kind or group of tasks, or ``""`` for all -> values of keys that are ``"auto"``; empty
@@ -58,6 +61,8 @@ class Method:
     group: str = ""
     own_settings: type[SettingsModel] | None = None
     task_kinds: tuple[str, ...] = ("torch", "convex")
+    kinds_because: str = ""
+    plain_steps: bool = False
     replicas: bool = False
     published: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     tuned: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)

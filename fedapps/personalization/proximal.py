@@ -82,16 +82,34 @@ class Proximal:
         return self.objective.hessian(theta) + self.lam * np.eye(len(theta))
 
 
-def descend(objectives: Iterable[Objective], start: Vector, eta: float) -> Vector:
+def descend(
+    objectives: Iterable[Objective],
+    start: Vector,
+    eta: float,
+    *,
+    shift: Vector | float = 0.0,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> Vector:
     r"""Take one gradient step on each objective in turn; ``start`` ``(d,)`` is not modified.
 
-    .. math:: v \leftarrow v - \eta\, \nabla f_k(v), \quad k = 0, \dots, K-1
+    .. math:: m \leftarrow \beta\, m + \nabla f_k(v) + s + \gamma v, \qquad v \leftarrow v - \eta\, m, \quad k = 0, \dots, K-1
 
-    The same objective ``K`` times is full-batch descent, one a mini-batch is stochastic descent.
+    from :math:`m = 0`. The same objective ``K`` times is full-batch descent, one a mini-batch is stochastic descent.
+
+    Args:
+        objectives: ``f_k``.
+        start: ``v`` at the start.
+        eta: The step.
+        shift: ``s``, ``(d,)``: a constant that is added to every gradient.
+        momentum: ``beta``, share of the last step's direction that is kept.
+        weight_decay: ``gamma``, as if the loss had a penalty :math:`\frac{\gamma}{2} |v|^2`.
     """
     theta = np.array(start, dtype=np.float64)
+    direction = np.zeros_like(theta)
     for objective in objectives:
-        theta -= eta * objective.gradient(theta)
+        direction = momentum * direction + (objective.gradient(theta) + shift + weight_decay * theta)
+        theta -= eta * direction
     return theta
 
 

@@ -14,9 +14,11 @@ from fedapps.strategies.localnewton import LocalNewton
 from fedapps.strategies.localtrain import LocalTrain
 from fedapps.strategies.pfedme import PFedMe
 from fedapps.strategies.psgd import PSGD
+from fedapps.strategies.scaffold import SCAFFOLD
 
 __all__ = [
     "PSGD",
+    "SCAFFOLD",
     "Ditto",
     "FedAdagrad",
     "FedAdam",

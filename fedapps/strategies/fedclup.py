@@ -26,8 +26,8 @@ import numpy as np
 from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
-from fedapps.defences import Defence
-from fedapps.errors import MessageError, SettingsError
+from fedapps.defences import refuse_changed_replies
+from fedapps.errors import MessageError
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
 from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
 from fedapps.methods.personalised import FedClupSettings
@@ -103,13 +103,8 @@ class FedCLUP(RoundStrategy):
         super().__init__(settings, **rounds)
         self.own = own or FedClupSettings()
         self.own.check_gamma()
-        if self.settings.defence not in (Defence.NONE, Defence.MULTI_KRUM) and self.own.stale is not Stale.REPLIES:
-            raise SettingsError(
-                "setting 'defence' of method 'fedclup'",
-                expected="multi-krum, or fedclup.stale = replies: the sum must hold what the clients believe it does",
-                got=self.settings.defence.value,
-                do="choose one of the two",
-            )
+        if self.own.stale is not Stale.REPLIES:
+            refuse_changed_replies(self.settings.defence, "fedclup", expected="multi-krum, or fedclup.stale = replies")
         self.lr = lr
         self.choosing = self.own.choice is not None
         self.lam = self.own.choice.lower if self.own.choice else self.own.lambda_

@@ -41,9 +41,10 @@ class ChangeStrategy(MeanStrategy):
 
     @override
     def announced(self, model: Arrays) -> Announced:
-        return {**super().announced(model), ARRAYS: self._changing(model)}
+        return {**super().announced(model), ARRAYS: self.changing(model)}
 
-    def _changing(self, model: Arrays) -> Arrays:
+    def changing(self, model: Arrays) -> Arrays:
+        """Give the trainable tensors of a model; all of them where there is no task to ask."""
         return model if self.trainable is None else {k: v for k, v in model.items() if k in self.trainable}
 
     @override

@@ -13,6 +13,7 @@ from torch import nn
 from fedapps.client_apps.fedavg import train as train_fedavg
 from fedapps.client_apps.fedprox import train
 from fedapps.client_apps.work import ClientWork, Node
+from fedapps.errors import SettingsError
 from fedapps.messages import unpack_arrays
 from fedapps.methods import resolve_settings
 from fedapps.tasks.base import ClientData, Data, Task, TaskConfig
@@ -122,3 +123,22 @@ def test_the_reported_loss_is_without_the_pull() -> None:
     """Mean of the data loss before each of two steps: at 1 and at 1.2."""
     content = train(round_of(TorchParabola, **{"fedprox.mu": 2.0, "local-steps": 2}))
     assert content["metrics"]["train-loss"] == pytest.approx((2.0**2 / 2 + 1.8**2 / 2) / 2)
+
+
+@TASKS
+def test_momentum_and_weight_decay_enter_every_plain_step(task: type[Task]) -> None:
+    beta, gamma, mu, lr = 0.5, 0.2, 0.3, 0.1
+    config = {"local-momentum": beta, "weight-decay": gamma, "fedprox.mu": mu, "lr": lr, "local-epochs": 4}
+    w, m = ANCHOR, 0.0
+    for _ in range(4):
+        m = beta * m + (w - MINIMUM) + mu * (w - ANCHOR) + gamma * w
+        w -= lr * m
+    assert weights(train(round_of(task, **config))) == pytest.approx(w, rel=1e-12)
+
+
+@pytest.mark.parametrize("key", ["local-momentum", "weight-decay"])
+def test_a_method_without_plain_steps_refuses_their_settings(key: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"'{key}': expected 0: clients of 'hiso' take no plain.*fedavg, .*scaffold"
+    ):
+        resolve_settings({"method": "hiso", key: 0.5}, "torch")

@@ -30,7 +30,11 @@ class Network(Softmax):
 
     def build_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(
-            torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Tanh(), torch.nn.Dropout(0.5), torch.nn.Linear(3, 3)
+            torch.nn.Linear(4, 3),
+            torch.nn.BatchNorm1d(3),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(3, 3),
         )
 
 

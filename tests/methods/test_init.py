@@ -54,3 +54,10 @@ def test_a_method_without_a_published_setting_says_so() -> None:
         resolve_settings({"method": "fedavg", "preset": "paper", "task": "digits"})
     with pytest.raises(SettingsError, match="setting 'preset'"):
         resolve_settings({"method": "fedpm", "preset": "papers", "task": "digits"})
+
+
+def test_an_impossible_pair_names_the_nearest_possible_choice() -> None:
+    with pytest.raises(
+        SettingsError, match=r"'hiso': expected a torch task, got 'a9a', a convex task.*nearest.*digits"
+    ):
+        resolve_settings({"method": "hiso", "task": "a9a"})

@@ -1,0 +1,54 @@
+r"""SCAFFOLD's client (arXiv 1910.06378, Algorithm 1): gradient steps corrected by the difference of two control variates.
+
+.. math::
+    y_i &\leftarrow y_i - \eta\,(g_i(y_i) - c_i + c) \qquad (K \text{ times, from } x)\\
+    c_i^+ &= g_i(x) \quad \text{(option I)}, \qquad c_i^+ = c_i - c + \frac{1}{K \eta} (x - y_i) \quad \text{(option II)}
+
+It sends ``y_i - x`` and the change of ``c_i`` since its last folded reply, and keeps ``c_i`` in its store, in float64: the sum
+of the changes that it sent, as rounded for the wire, so that the server's ``c`` holds just that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import RecordDict
+
+from fedapps.client_apps.fedavg import reply
+from fedapps.client_apps.problem import local_problem
+from fedapps.client_apps.work import ClientWork
+from fedapps.messages.schema import CONTROL, GENERATION, METRICS, STORE_LOST, Arrays, pack_arrays
+
+
+def train(work: ClientWork) -> RecordDict:
+    """Train one client for one round of SCAFFOLD.
+
+    Args:
+        work: The round, with the server's control variate ``c``.
+
+    Returns:
+        The content of the reply: the changes of the model and of the control variate, and the buffers.
+    """
+    problem, x, c = local_problem(work), work.arrays, work.records[CONTROL]
+    kept = work.store.load(work.last_folded)
+    lost = kept is None and work.last_folded > 0
+    c_i: Arrays = {name: np.zeros(x[name].shape) for name in problem.names}
+    if kept is not None and int(kept.pop(GENERATION)) == work.config[GENERATION]:
+        c_i = kept
+
+    # Without its c_i a client has no correction: its steps are FedAvg's.
+    shift = {} if lost else {name: c[name] - c_i[name] for name in problem.names}
+    trained = problem.descend(x, batches=work.batches(), shift=shift)
+    dy = {name: trained.arrays[name] - x[name] for name in problem.names}
+    if work.settings.own.option == "I":
+        new = problem.gradient(x, work.all_examples()).arrays
+    else:
+        new = {name: c_i[name] - c[name] - dy[name] / (work.num_steps * work.lr) for name in problem.names}
+    dc: Arrays = {name: (new[name] - c_i[name]).astype(x[name].dtype) for name in problem.names}
+
+    state = {name: c_i[name] + dc[name] for name in problem.names}
+    generation = np.array(work.config[GENERATION], dtype=np.int64)
+    work.store.save(work.server_round, {**state, GENERATION: generation}, last_folded=work.last_folded)
+    content = reply(dy, trained.buffers, work, trained.loss)
+    content[CONTROL] = pack_arrays(dc)
+    content.metric_records[METRICS].update({STORE_LOST: 1.0} if lost else {})
+    return content
