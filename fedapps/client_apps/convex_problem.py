@@ -88,13 +88,16 @@ class ConvexProblem(LocalProblem):
         return self._trained(theta)
 
     @override
-    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
-        """Take ``K`` steps with the full Hessian of all the client's examples: an epoch is one step."""
+    def descend_preconditioned(
+        self, start: Arrays, *, factor_min_rows: int = 0, search: bool = False, hessian_share: float = 1.0
+    ) -> Preconditioned:
+        """Take ``K`` steps with the full Hessian of all the client's examples, or of a share: an epoch is one step."""
         settings, w = self._work.settings, start[WEIGHTS]
         check_dense(len(w), self._work.where, do=FIRST_ORDER)
         theta, P, added = newton_steps(
             self._whole, w, num_steps=settings.local_steps or settings.local_epochs, lr=self._work.lr,
-            damping=settings.own.damping, where=self._work.where,
+            damping=settings.own.damping, where=self._work.where, search=search,
+            curvatures=None if hessian_share == 1 else map(self._objective, self._work.samples(hessian_share)),
         )  # fmt: skip
         warn_of_damping(self._work, {WEIGHTS: added} if added else {})
         spec = BlockSpec(WEIGHTS, (WEIGHTS,), 1, len(theta))

@@ -21,12 +21,13 @@ def train(work: ClientWork) -> RecordDict:
         work: The round.
 
     Returns:
-        The content of the reply: the copy of the global model; the personal model, trained on the same batches, stays in
-        the store.
+        The content of the reply: the copy of the global model; the personal model, trained on the same batches (for
+        ``personal-steps`` of them, going on beyond the last if these are more), stays in the store.
     """
     own, kept, problem = work.settings.own, load_personal(work), local_problem(work)
     local = problem.descend(work.arrays)
     step = pulled_step(work.lr, own.lambda_, own.personal_lr)
     with stable_step(work, problem, own.lambda_, step) as metrics:
-        personal = problem.descend(kept.model, Pull(work.arrays, own.lambda_, step))
+        batches = work.batches(num_steps=own.personal_steps) if own.personal_steps else None
+        personal = problem.descend(kept.model, Pull(work.arrays, own.lambda_, step), batches)
     return finish(work, kept, personal, reply(local.arrays, local.buffers, work, local.loss), metrics)

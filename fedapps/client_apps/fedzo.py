@@ -1,6 +1,10 @@
 r"""FedZO's client (arXiv 2201.09531, Algorithm 1): local steps along directions of its own, from forward passes only.
 
 .. math:: g_{kp} = \frac{f(x_k + \mu u_{kp}) - f(x_k)}{\mu}, \qquad x_{k+1} = x_k - \frac{\eta}{P} \sum_p g_{kp} u_{kp}
+
+with directions of unit variance, or on the unit sphere as in the paper, :math:`v = u / |u|`, whose estimate has the factor
+``d``. ``f`` is the mean loss of a batch: with ``b1`` examples a batch and ``P = b2`` probes this is the paper's mean over
+``b1 b2`` pairs, since every example of a batch sees the same directions.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ def train(work: ClientWork) -> RecordDict:
         threads=work.settings.compute_threads,
     )
     first_step = (work.server_round - 1) * work.num_steps
-    result = probe(work, prober, first_step, own.mu_of(work.server_round))
+    result = probe(work, prober, first_step, own.mu_of(work.server_round), sphere=own.sphere)
     steps = [LocalStep(first_step + k, g, work.lr) for k, g in enumerate(result.scalars)]
     moved = {name: tensor.detach().cpu().numpy() for name, tensor in prober.displaced(steps).items()}
     buffers = {name: value for name, value in work.arrays.items() if name not in moved}

@@ -29,7 +29,10 @@ def train(work: ClientWork) -> RecordDict:
     """
     if LINE_SEARCH in work.records:
         return losses_along(work)
-    trained = local_problem(work).descend_preconditioned(work.arrays)
+    own = work.settings.own
+    trained = local_problem(work).descend_preconditioned(
+        work.arrays, search=own.local_search, hessian_share=own.hessian_share
+    )
     content = reply(trained.arrays, trained.buffers, work, trained.loss)
     if trained.unseen:
         content[LAYOUT] = ConfigRecord({LAYOUT: trained.layout.to_json()})

@@ -27,7 +27,13 @@ def train(work: ClientWork) -> RecordDict:
     """
     own, kept, problem = work.settings.own, load_personal(work), local_problem(work)
     step = pulled_step(work.lr, own.lambda_, own.personal_lr)
-    config = PFedMeConfig(lam=own.lambda_, eta=own.eta, personal_lr=step, num_inner_steps=own.inner_steps)
+    config = PFedMeConfig(
+        lam=own.lambda_,
+        eta=own.eta,
+        personal_lr=step,
+        num_inner_steps=own.inner_steps,
+        inner_accuracy=own.inner_accuracy,
+    )
     with stable_step(work, problem, own.lambda_, step) as metrics:
         local, theta = problem.move_with_copy(work.arrays, kept.model, config)
     return finish(work, kept, theta, reply(local.arrays, local.buffers, work, theta.loss), metrics)

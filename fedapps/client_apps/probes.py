@@ -23,14 +23,15 @@ ELEMENTS_MOVED = "elements-moved"
 """Metric of a client: share of the half-precision elements that its first probes changed."""
 
 
-def probe(work: ClientWork, prober: Prober, first_step: int, mu: float) -> ProbeResult:
+def probe(work: ClientWork, prober: Prober, first_step: int, mu: float, *, sphere: bool = False) -> ProbeResult:
     """Measure the directional derivatives of the round's local steps.
 
     Args:
         work: The round.
         prober: Holds the model and its directions; the model is put back.
         first_step: Number of the round's first local step over all rounds.
-        mu: Length of the probes.
+        mu: Radius of the probes.
+        sphere: Whether it is their length; see `fedapps.zeroth_order.probing`.
 
     Returns:
         ``tau x P`` scalars and the losses.
@@ -45,7 +46,7 @@ def probe(work: ClientWork, prober: Prober, first_step: int, mu: float) -> Probe
     ]
     return prober.probe(
         loss, batches, first_step=first_step, num_probes=own.num_probes, mu=mu, lr=work.lr,
-        difference=Difference(own.difference),
+        difference=Difference(own.difference), sphere=sphere,
     )  # fmt: skip
 
 

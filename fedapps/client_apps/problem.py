@@ -142,12 +142,16 @@ class LocalProblem(Protocol):
             TaskError: The loss is not finite.
         """
 
-    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
+    def descend_preconditioned(
+        self, start: Arrays, *, factor_min_rows: int = 0, search: bool = False, hessian_share: float = 1.0
+    ) -> Preconditioned:
         r"""Take ``K`` steps :math:`w_i \leftarrow w_i - \eta\, P_i^{-1} g_i(w_i)`, as the method's own settings say.
 
         Args:
             start: The model to start from.
             factor_min_rows: As in `fedapps.curvature.foof.FoofPreconditioner` (convex: without effect).
+            search: Convex only: whether steps are shortened until the client's loss falls enough.
+            hessian_share: Convex only: share of the examples, a new sample for each step, whose Hessian is taken.
 
         Returns:
             The model after the steps, and its curvature.

@@ -24,7 +24,7 @@ from fedapps.messages.schema import Arrays
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
 from fedapps.personalization.pfedme import PFedMeConfig, local_step
 from fedapps.personalization.proximal import curvature_by_differences
-from fedapps.personalization.torch_proximal import add_proximal_gradient, largest_curvature
+from fedapps.personalization.torch_proximal import add_proximal_gradient, largest_curvature, squared_gradient
 from fedapps.settings import Settings
 from fedapps.tasks.base import Data
 from fedapps.tasks.torch_arrays import array_tensor, module_arrays, trainable_names
@@ -115,7 +115,9 @@ class TorchProblem(LocalProblem):
         return self._train(model, take_step, batches)
 
     @override
-    def descend_preconditioned(self, start: Arrays, *, factor_min_rows: int = 0) -> Preconditioned:
+    def descend_preconditioned(
+        self, start: Arrays, *, factor_min_rows: int = 0, search: bool = False, hessian_share: float = 1.0
+    ) -> Preconditioned:
         """Take ``K`` steps with FOOF blocks."""
         work, own = self._work, self._work.settings.own
         model = self._model(start)
@@ -146,14 +148,19 @@ class TorchProblem(LocalProblem):
         local = {name: array_tensor(received[name], p) for name, p in parameters.items()}
         taken = 0
 
-        def inner_step(_: int) -> None:
+        def inner_step(_: int) -> bool:
             nonlocal taken
             add_proximal_gradient(model, local, config.lam)
-            optimizer.step()
-            taken += 1
-            if taken % config.num_inner_steps == 0:
+            accurate = config.inner_accuracy > 0 and squared_gradient(model) <= config.inner_accuracy
+            if not accurate:
+                optimizer.step()
+                taken += 1
+            solved = accurate or taken == config.num_inner_steps
+            if solved:
+                taken = 0
                 for name, p in parameters.items():
                     local[name] = local_step(local[name], p.detach(), config.eta, config.lam)
+            return solved
 
         personal = self._train(model, inner_step, steps_a_batch=config.num_inner_steps)
         copy = {name: tensor.cpu().numpy() for name, tensor in local.items()}
@@ -233,9 +240,10 @@ class TorchProblem(LocalProblem):
 
         Args:
             model: The model; gradients are cleared before each backward pass.
-            take_step: Takes one step from the gradients that are in the model, of a batch of so many examples.
+            take_step: Takes one step from the gradients that are in the model, of a batch of so many examples, and says
+                whether it is done with this batch before `steps_a_batch`.
             batches: Indices of the batches; None for those of the round.
-            steps_a_batch: Steps on each batch, which is drawn and augmented once for all of them.
+            steps_a_batch: Most steps on each batch, which is drawn and augmented once for all of them.
 
         Returns:
             The model; its loss is the mean over examples, each batch at the parameters before each of its steps.
@@ -243,22 +251,25 @@ class TorchProblem(LocalProblem):
         Raises:
             TaskError: The loss is not finite.
         """
-        work, total, seen = self._work, 0.0, 0
-        drawn = self._augmented(work.batches() if batches is None else batches)
-        for k, batch in enumerate(batch for batch in drawn for _ in range(steps_a_batch)):
-            model.zero_grad(set_to_none=True)
-            loss = self._loss(model, batch)
-            if not torch.isfinite(loss):
-                raise TaskError(
-                    f"{work.where}, round {work.server_round}, local step {k}",
-                    expected="a finite loss",
-                    got=str(float(loss.detach())),
-                    do="lower the learning rate, or check the client's data",
-                )
-            torch.autograd.backward(loss)
-            take_step(len(batch))
-            total += float(loss.detach()) * len(batch)
-            seen += len(batch)
+        work, total, seen, k = self._work, 0.0, 0, 0
+        for batch in self._augmented(work.batches() if batches is None else batches):
+            for _ in range(steps_a_batch):
+                model.zero_grad(set_to_none=True)
+                loss = self._loss(model, batch)
+                if not torch.isfinite(loss):
+                    raise TaskError(
+                        f"{work.where}, round {work.server_round}, local step {k}",
+                        expected="a finite loss",
+                        got=str(float(loss.detach())),
+                        do="lower the learning rate, or check the client's data",
+                    )
+                torch.autograd.backward(loss)
+                done = take_step(len(batch))
+                total += float(loss.detach()) * len(batch)
+                seen += len(batch)
+                k += 1
+                if done:
+                    break
         return Trained(*read_model(model), total / seen)
 
     def _augmented(self, batches: Iterable[np.ndarray]) -> Iterator[Data]:

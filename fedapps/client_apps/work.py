@@ -152,7 +152,7 @@ class ClientWork:
         """Open the random stream from which this round of this client augments its batches."""
         return generator(self.settings.seed, self.server_round, self.node.partition, 3)
 
-    def batches(self, examples: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    def batches(self, examples: np.ndarray | None = None, *, num_steps: int = 0) -> Iterator[np.ndarray]:
         """Draw the batches of the round.
 
         Every epoch is a new permutation; the last batch of an epoch may be smaller, and a client with fewer examples than
@@ -160,6 +160,7 @@ class ClientWork:
 
         Args:
             examples: Indices of the examples to draw from, for as many steps as with all; None for all.
+            num_steps: Number of batches; 0 for the round's.
 
         Yields:
             Indices into the client's training data, shape (examples in the batch,).
@@ -167,7 +168,7 @@ class ClientWork:
         n = self.num_examples if examples is None else len(examples)
         size = min(self.settings.batch_size or n, n)
         random = generator(self.settings.seed, self.server_round, self.node.partition, 0)
-        steps_left = self.num_steps
+        steps_left = num_steps or self.num_steps
         while True:
             order = random.permutation(n)
             for start in range(0, n, size):
@@ -176,6 +177,13 @@ class ClientWork:
                 steps_left -= 1
                 if steps_left == 0:
                     return
+
+    def samples(self, share: float) -> Iterator[np.ndarray]:
+        """Draw sub-samples of the training data without end: indices of ``share`` of the examples, at least one, rising."""
+        random = generator(self.settings.seed, self.server_round, self.node.partition, 4)
+        size = max(1, round(share * self.num_examples))
+        while True:
+            yield np.sort(random.choice(self.num_examples, size, replace=False))
 
     def all_examples(self) -> Iterator[np.ndarray]:
         """Give every example once, in order, in batches as large as the round's: indices as `batches` gives them."""

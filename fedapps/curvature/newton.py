@@ -9,6 +9,8 @@ A FedPM or LocalNewton client takes ``K`` of them (arXiv 2511.09100, the client'
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -72,7 +74,15 @@ class NewtonSteps(NamedTuple):
 
 
 def newton_steps(
-    objective: Objective, theta: Vector, *, num_steps: int, lr: float, damping: float, where: str
+    objective: Objective,
+    theta: Vector,
+    *,
+    num_steps: int,
+    lr: float,
+    damping: float,
+    where: str,
+    curvatures: Iterable[Objective] | None = None,
+    search: bool = False,
 ) -> NewtonSteps:
     """Take ``K`` local Newton steps, the Hessian evaluated anew at each.
 
@@ -83,9 +93,11 @@ def newton_steps(
         lr: ``eta``; 1 is the full step.
         damping: Added to the diagonal of the Hessian, >= 0.
         where: Whose steps, for messages, such as ``"client 3"``.
+        curvatures: One for each step, whose Hessian it takes: that of a sub-sample; None for the objective's own.
+        search: Whether each step is ``lr`` times the longest of 1, 1/2, 1/4, ... by which the objective falls enough (Armijo).
 
     References:
-        arXiv 2511.09100, the client's part of equation 8.
+        arXiv 2511.09100, the client's part of equation 8. Sub-sampled Hessians and local line search: arXiv 2105.07320.
 
     Raises:
         ValueError: ``num_steps`` is below 1 or ``damping`` is negative.
@@ -95,10 +107,12 @@ def newton_steps(
         raise ValueError(explain(where, expected="num_steps >= 1 and damping >= 0", got=f"{num_steps} and {damping}"))
     identity = np.eye(len(theta))
     largest = 0.0
-    for k in range(num_steps):
-        P = objective.hessian(theta) + damping * identity
-        step, added = solve_spd(P, objective.gradient(theta), where=f"{where}, local step {k}")
-        theta = theta - lr * step
+    for k, sampled in zip(range(num_steps), repeat(objective) if curvatures is None else curvatures, strict=False):
+        P = sampled.hessian(theta) + damping * identity
+        gradient = objective.gradient(theta)
+        step, added = solve_spd(P, gradient, where=f"{where}, local step {k}")
+        length = _step_length(objective, theta, lr * step, lr * float(gradient @ step)) if search else 1.0
+        theta = theta - lr * length * step
         largest = max(largest, added)
     return NewtonSteps(theta, P + added * identity, largest)
 

@@ -32,7 +32,7 @@ class LocalTrainSettings(SettingsModel):
 
 
 class PulledSettings(SettingsModel):
-    """What methods with a pull between personal and global models share; all of Ditto's settings."""
+    """What methods with a pull between personal and global models share."""
 
     lambda_: float = setting(
         0.1, "pull between personal and global model, in units of the loss's curvature", gt=0, tuned=True
@@ -48,7 +48,18 @@ class PFedMeSettings(PulledSettings):
 
     eta: float = setting(1.0, "step of the local copy towards the personal model; at most 1/lambda", gt=0, tuned=True)
     beta: float = setting(1.0, "server's mixing rate; 1 = plain mean, above 1 extrapolates", gt=0)
-    inner_steps: int = setting(5, "inner steps K on each batch", ge=1)
+    inner_steps: int = setting(5, "most inner steps K on each batch", ge=1)
+    inner_accuracy: float = setting(
+        0.0, "squared norm nu of the inner problem's gradient at which its steps end; 0 = all K are taken", ge=0
+    )
+
+
+class DittoSettings(PulledSettings):
+    """Settings of Ditto."""
+
+    personal_steps: int = setting(
+        0, "steps s of the personal model in a round; 0 = as many as of the global copy", ge=0
+    )
 
 
 class FedClupSettings(PulledSettings):
@@ -189,7 +200,7 @@ METHODS: tuple[Method, ...] = (
         client="fedapps.client_apps.ditto:train",
         plain_steps=True,
         group="ditto",
-        own_settings=PulledSettings,
+        own_settings=DittoSettings,
         tuned=_tuned({"lambda": 0.3}, {"lambda": 0.1}),
     ),
     _method(

@@ -52,6 +52,16 @@ class LocalNewtonSettings(SecondOrderSettings):
         "", 'candidate steps of a global line search along the mean, such as "1,0.5,0.25,0.125"; empty = none, step 1'
     )
 
+    local_search: bool = setting(
+        False, "convex tasks: clients halve a step until their own loss falls enough (Armijo), for each local step"
+    )
+    hessian_share: float = setting(
+        1.0,
+        "convex tasks: share of a client's examples, sampled for each local step, whose Hessian is taken",
+        gt=0,
+        le=1,
+    )
+
     @field_validator("line_search")
     @classmethod
     def _steps_above_zero(cls, text: str) -> str:

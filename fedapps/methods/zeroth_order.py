@@ -21,7 +21,7 @@ from fedapps.zeroth_order.scheme import HessianUpdate, Scheme, radius
 
 
 class ProbeSettings(SettingsModel):
-    """How a client estimates directional derivatives; all of FedZO's settings."""
+    """How a client estimates directional derivatives."""
 
     mu: float = setting(1e-3, "radius mu of the probes", gt=0)
     mu_decay: float = setting(1.0, "factor a round on mu", gt=0, le=1)
@@ -57,6 +57,15 @@ class ProbeSettings(SettingsModel):
         if not _held_by_float32(self.mu_of(last)):
             got = f"a radius of {self.mu_of(last):g} in round {last}"
             raise _not_held("mu-decay", settings.method, got=got, do="bring mu-decay closer to 1, or take fewer rounds")
+
+
+class FedZOSettings(ProbeSettings):
+    """Settings of FedZO."""
+
+    sphere: bool = setting(
+        False,
+        "directions on the unit sphere, as in the paper: mu is then the length of a probe (take about mu sqrt(d))",
+    )
 
 
 class DeComFLSettings(ProbeSettings):
@@ -191,7 +200,7 @@ METHODS: tuple[Method, ...] = (
         strategy="fedapps.strategies.fedavg:FedAvg",
         client="fedapps.client_apps.fedzo:train",
         group="fedzo",
-        own_settings=ProbeSettings,
+        own_settings=FedZOSettings,
         tuned=_tuned({"lr": 0.1}, 2e-5),
     ),
 )

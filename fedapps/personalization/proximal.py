@@ -90,6 +90,7 @@ def descend(
     shift: Vector | float = 0.0,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    accuracy: float = 0.0,
 ) -> Vector:
     r"""Take one gradient step on each objective in turn; ``start`` ``(d,)`` is not modified.
 
@@ -104,11 +105,15 @@ def descend(
         shift: ``s``, ``(d,)``: a constant that is added to every gradient.
         momentum: ``beta``, share of the last step's direction that is kept.
         weight_decay: ``gamma``, as if the loss had a penalty :math:`\frac{\gamma}{2} |v|^2`.
+        accuracy: ``nu``: no step is taken once :math:`|\nabla f_k(v)|^2 \le \nu`; 0 for as many steps as objectives.
     """
     theta = np.array(start, dtype=np.float64)
     direction = np.zeros_like(theta)
     for objective in objectives:
-        direction = momentum * direction + (objective.gradient(theta) + shift + weight_decay * theta)
+        gradient = objective.gradient(theta)
+        if accuracy and gradient @ gradient <= accuracy:
+            break
+        direction = momentum * direction + (gradient + shift + weight_decay * theta)
         theta -= eta * direction
     return theta
 

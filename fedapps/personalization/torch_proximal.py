@@ -57,6 +57,11 @@ def add_proximal_gradient(model: nn.Module, anchor: Anchor, lam: float) -> None:
         parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
 
 
+def squared_gradient(model: nn.Module) -> float:
+    """Compute the squared norm of the gradients that are in a model, in float64."""
+    return float(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
+
+
 def proximal_penalty(model: nn.Module, anchor: Anchor, lam: float) -> float:
     r"""Compute :math:`\frac{\lambda}{2}\sum |p - p_\text{anchor}|^2`, in float64, for reports."""
     parameters = dict(model.named_parameters())

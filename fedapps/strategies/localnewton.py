@@ -23,13 +23,16 @@ from typing_extensions import override
 
 from fedapps.curvature.layout import Layout
 from fedapps.curvature.line_search import along, choose_step
+from fedapps.errors import SettingsError
 from fedapps.messages.blocks import LAYOUT, read_layout
 from fedapps.messages.line_search import read_losses, search_records
 from fedapps.messages.schema import Arrays, Reply
 from fedapps.settings import RoundSettings, Settings
+from fedapps.strategies.base import RunFiles
 from fedapps.strategies.layouts import Layouts
 from fedapps.strategies.mean import MeanStrategy
 from fedapps.strategies.rounds import FollowUp
+from fedapps.tasks.base import Task, TaskKind
 
 
 @dataclass
@@ -53,6 +56,7 @@ class LocalNewton(MeanStrategy):
     Args:
         settings: As `RoundStrategy`.
         steps: Candidates of the line search, > 0; without any the step is 1.
+        convex_only: Keys of the settings that are in force and that only clients of a convex task obey.
         **rounds: Further arguments of `RoundStrategy`.
 
     Attributes:
@@ -63,21 +67,43 @@ class LocalNewton(MeanStrategy):
         (1.0, 0.5)
     """
 
-    def __init__(self, settings: RoundSettings | None = None, *, steps: Sequence[float] = (), **rounds: Any) -> None:
+    def __init__(
+        self,
+        settings: RoundSettings | None = None,
+        *,
+        steps: Sequence[float] = (),
+        convex_only: Sequence[str] = (),
+        **rounds: Any,
+    ) -> None:
         super().__init__(settings, **rounds)
         self.steps = tuple(steps)
+        self._convex_only = convex_only
         self.layouts = Layouts(self.roster, self.rounds)
         self._search: _Search | None = None
 
     @override
     @classmethod
     def own_arguments(cls, settings: Settings) -> dict[str, Any]:
-        return {"steps": settings.own.steps}
+        own = settings.own
+        asked = {"localnewton.local-search": own.local_search, "localnewton.hessian-share": own.hessian_share < 1}
+        return {"steps": own.steps, "convex_only": tuple(key for key, is_asked in asked.items() if is_asked)}
 
     @override
     def curvature_layout(self) -> Layout | None:
         """Say what most clients preconditioned in the first round, before that what they told in the handshake."""
         return self.layouts.common or self.roster.layout()
+
+    @override
+    def open(self, arrays: Arrays, task: Task, files: RunFiles, *, resumed: bool) -> Arrays:
+        """Prepare for a run, and refuse what only convex tasks have."""
+        if self._convex_only and task.kind is not TaskKind.CONVEX:
+            raise SettingsError(
+                f"method 'localnewton', {' and '.join(self._convex_only)}",
+                expected="a convex task, whose local steps have all of a client's examples",
+                got=f"'{task.name}', a {task.kind} task",
+                do="take localnewton.line-search (global) and localnewton.max-rows (rows that enter a block) instead",
+            )
+        return super().open(arrays, task, files, resumed=resumed)
 
     @override
     def begin(self, model: Arrays) -> None:

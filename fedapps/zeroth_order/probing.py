@@ -6,11 +6,18 @@ Local steps `k = 0..tau-1` from `theta_r`, with `H_r` fixed and the same batch i
     central:  g_p = [f(x + mu z_p) - f(x - mu z_p)] / (2 mu)    (2 P passes)
     x <- x - eta (1/P) sum_p g_p z_p
 
+On the sphere a probe has the length mu and the direction v_p = z_p / |z_p|, and the step is
+
+    x <- x - eta (d/P) sum_p v_p [f(x + mu v_p) - f(x)] / mu
+
+which is the form above with the radius mu / |z_p| and the scalar g_p d / |z_p|^2.
+
 `x` is never stored: a tensor is materialised from `theta_r`, the local steps so far and the probe, for as long as one
 operation needs it. Losses are reduced in float32; the quotient is taken in float64 and rounded to float32 once.
 
 References:
-    DeComFL, arXiv 2405.15861. HiSo, arXiv 2506.02370, Algorithm 1. MeZO, arXiv 2305.17333, Algorithm 1.
+    DeComFL, arXiv 2405.15861. HiSo, arXiv 2506.02370, Algorithm 1. MeZO, arXiv 2305.17333, Algorithm 1. On the sphere: FedZO,
+    arXiv 2201.09531.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedapps.zeroth_order.directions import direction
 from fedapps.zeroth_order.dispatch import perturb
 from fedapps.zeroth_order.errors import ProbeError
 from fedapps.zeroth_order.layout import Ranges, layout_of
@@ -46,6 +54,9 @@ LEAST_MOVED = 0.5
 Where less than half of the elements move, the median move is less than half of the spacing of numbers there, and what is
 measured is the slope along a direction that rounding has chosen as much as the draw.
 """
+
+_CHUNK = 1 << 20
+"""Elements of a direction that are drawn at a time for its length."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -156,6 +167,7 @@ class Prober:
         mu: float,
         lr: float,
         difference: Difference = Difference.FORWARD,
+        sphere: bool = False,
     ) -> ProbeResult:
         """Take `tau` local steps, one a batch, and return the scalars; parameters stay at `theta_r`.
 
@@ -167,6 +179,7 @@ class Prober:
             mu: Radius, above 0.
             lr: `eta` of the local steps.
             difference: Forward or central.
+            sphere: Whether `mu` is the length of a probe, and not the factor of a direction of length about `sqrt(d)`.
 
         Raises:
             ProbeError: `mu` or `P` is out of range, there is no batch, or see `loss`.
@@ -176,7 +189,13 @@ class Prober:
         steps: list[LocalStep] = []
         losses = []
         for k, batch in enumerate(batches):
-            g, value = self._one_step(loss, batch, first_step + k, num_probes, mu, difference, steps)
+            squares = [self._square(first_step + k, p) if sphere else 1.0 for p in range(num_probes)]
+            radii = [mu / square**0.5 for square in squares]
+            g, value = self._one_step(loss, batch, first_step + k, radii, difference, steps)
+            if sphere:
+                g = tuple(
+                    float(np.float32(a * self._num_moving / square)) for a, square in zip(g, squares, strict=True)
+                )
             steps.append(LocalStep(first_step + k, g, lr))
             losses.append(value)
         scalars = tuple(step.scalars for step in steps)
@@ -193,19 +212,38 @@ class Prober:
         return {name: self._displaced(name, steps, None, None, fresh=True) for name in self.parameters}
 
     def _one_step(
-        self, loss: Loss, batch: Any, step: int, num_probes: int, mu: float, difference: Difference,
+        self, loss: Loss, batch: Any, step: int, radii: Sequence[float], difference: Difference,
         steps: Sequence[LocalStep],
     ) -> tuple[tuple[float, ...], float]:  # fmt: skip
         def at(probe: int, sign: int) -> float:
-            return self.loss(loss, batch, steps=steps, probe=Probe(step, probe, mu, sign), noise=step)
+            return self.loss(loss, batch, steps=steps, probe=Probe(step, probe, radii[probe], sign), noise=step)
 
-        plus = [at(p, 1) for p in range(num_probes)]
+        widths = [float(np.float32(mu)) for mu in radii]
+        plus = [at(p, 1) for p in range(len(radii))]
         if difference is Difference.CENTRAL:
-            minus = [at(p, -1) for p in range(num_probes)]
-            g = tuple(_quotient(a, b, 2 * float(np.float32(mu))) for a, b in zip(plus, minus, strict=True))
-            return g, sum(plus + minus) / (2 * num_probes)
+            minus = [at(p, -1) for p in range(len(radii))]
+            g = tuple(_quotient(a, b, 2 * width) for a, b, width in zip(plus, minus, widths, strict=True))
+            return g, sum(plus + minus) / (2 * len(radii))
         base = self.loss(loss, batch, steps=steps, noise=step)
-        return tuple(_quotient(a, base, float(np.float32(mu))) for a in plus), base
+        return tuple(_quotient(a, base, width) for a, width in zip(plus, widths, strict=True)), base
+
+    @property
+    def _num_moving(self) -> int:
+        """Number of elements that probes move, `d`."""
+        fixed = sum(stop - start for ranges in self._fixed.values() for start, stop in ranges)
+        return self._layout.size - fixed
+
+    def _square(self, step: int, probe: int) -> float:
+        """Compute `|z|^2` over the elements that probes move, in float64; for a scheme without state, where `z = u`."""
+        scheme, total = self.scheme, 0.0
+        for name, offset in self._layout.offsets.items():
+            edges = [0, *(edge for one in self._fixed.get(name, ()) for edge in one), self.parameters[name].numel()]
+            for start, stop in zip(edges[::2], edges[1::2], strict=True):
+                for first in range(start, stop, _CHUNK):
+                    last = min(first + _CHUNK, stop)
+                    u = direction(scheme.seed, step, probe, offset + first, offset + last, scheme.distribution)
+                    total += float(np.square(u, dtype=np.float64).sum())
+        return total
 
     def _displaced(
         self,

@@ -185,6 +185,28 @@ def test_pfedmes_inner_steps_see_one_augmentation_of_their_batch() -> None:
 
 
 @pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
+@pytest.mark.parametrize("accuracy", [0.09, 0.3, 100.0])
+def test_pfedmes_inner_steps_end_at_their_accuracy(cls: type[Task], accuracy: float) -> None:
+    """The loss is (x - 3)^2/2, as everywhere here; of at most 50 inner steps on each of two batches few are taken."""
+    problem, received = point(cls, 1.0, local_steps=2)
+    lam, eta, step, K = 2.0, 0.25, 0.1, 50
+    config = PFedMeConfig(lam=lam, eta=eta, personal_lr=step, num_inner_steps=K, inner_accuracy=accuracy)
+    copy, theta, taken = 1.0, 2.0, 0
+    for _ in range(2):
+        for _ in range(K):
+            gradient = (theta - 3.0) + lam * (theta - copy)
+            if gradient**2 <= accuracy:
+                break
+            theta -= step * gradient
+            taken += 1
+        copy -= eta * lam * (copy - theta)
+    assert taken < 20
+    local, personal = problem.move_with_copy(received, {"weights": np.array([2.0])}, config)
+    assert personal.arrays["weights"] == pytest.approx([theta], rel=1e-12)
+    assert local.arrays["weights"] == pytest.approx([copy], rel=1e-12)
+
+
+@pytest.mark.parametrize("cls", POINTS, ids=["convex", "torch"])
 def test_the_greatest_curvature_is_that_of_the_loss_without_the_pull(cls: type[Task]) -> None:
     problem, arrays = point(cls, 1.0)
     assert problem.largest_curvature(arrays, ("weights",)) == pytest.approx(1.0, rel=1e-9)

@@ -143,6 +143,27 @@ def test_minimiser_has_no_gradient(pool: tuple[np.ndarray, np.ndarray, np.ndarra
     assert np.linalg.norm(f.gradient(minimise(f, np.zeros(D)))) < 1e-15
 
 
+def test_a_step_may_divide_by_the_hessian_of_another_sample_for_each_step() -> None:
+    f = Quadratic(np.array([[3.0, 1.0], [1.0, 2.0]]), np.array([1.0, -1.0]))
+    samples = [Quadratic(np.diag([4.0, 5.0]), np.zeros(2)), Quadratic(np.diag([2.0, 9.0]), np.zeros(2))]
+    theta = np.array([5.0, 7.0])
+    found = newton_steps(f, theta, num_steps=2, lr=0.5, damping=0.1, where="client 3", curvatures=samples)
+    for sample in samples:
+        theta = theta - 0.5 * np.linalg.solve(sample.H + 0.1 * np.eye(2), f.gradient(theta))
+    np.testing.assert_allclose(found.theta, theta, rtol=1e-13)
+    np.testing.assert_allclose(found.P, samples[1].H + 0.1 * np.eye(2), rtol=1e-15)
+
+
+def test_the_local_line_search_takes_the_longest_halved_step_that_lowers_the_loss_enough() -> None:
+    """Curvature 1 in place of 8: the step of 8 times the way to 0 is halved three times (to the minimum); lr 0.5 is given."""
+    f, flat = Quadratic(np.eye(1) * 8, np.zeros(1)), Quadratic(np.eye(1), np.zeros(1))
+    for lr, end in ((1.0, 0.0), (0.5, 0.0), (0.1, 2.0 * 0.2)):
+        found = newton_steps(
+            f, np.array([2.0]), num_steps=1, lr=lr, damping=0.0, where="client 3", curvatures=[flat], search=True
+        )
+        np.testing.assert_allclose(found.theta, [end], atol=1e-15)
+
+
 def test_minimiser_is_found_where_full_newton_steps_diverge() -> None:
     """``f = log cosh theta + theta^2 1e-3 / 2``: from 3 the full step overshoots to the other side, ever farther."""
 

@@ -145,6 +145,24 @@ def test_pfedme_has_the_fixed_point_of_the_joint_problem_and_its_limits(tmp_path
         np.testing.assert_allclose(model["weights"], run.model["weights"], atol=1e-3)
 
 
+@pytest.mark.parametrize("steps", [2, 9], ids=["fewer", "more"])
+def test_dittos_personal_model_takes_its_own_number_of_steps(tmp_path: Path, steps: int) -> None:
+    config = {**LINEAR, "local-epochs": 4, "num-server-rounds": 2, "method": "ditto"}
+    run = short_run(tmp_path / "run", {**config, "ditto.personal-steps": steps, "ditto.lambda": 0.5}, 4)
+    plain = short_run(tmp_path / "plain", {**config, "method": "fedavg"}, 4)
+    np.testing.assert_allclose(run.model["weights"], plain.model["weights"], rtol=1e-12)
+    received = [np.zeros(3), short_run(tmp_path / "one", {**config, "num-server-rounds": 1}, 4).model["weights"]]
+    data, lr = load_task_of(resolve_settings({**config, "num-server-rounds": 2})).load()[0], 1 / (1 / 0.4 + 0.5)
+    for i, found in personal(run).items():
+        mine = np.flatnonzero(data.columns["client"] == i)
+        f = least_squares(np.asarray(data.inputs)[mine][:40], data.targets[mine][:40])
+        v = np.zeros(3)
+        for w in received:
+            for _ in range(steps):
+                v = v - lr * (f.gradient(v) + 0.5 * (v - w))
+        np.testing.assert_allclose(found["weights"], v, rtol=1e-10)
+
+
 def test_dittos_global_model_is_fedavgs_and_its_personal_models_are_pulled_to_it(tmp_path: Path) -> None:
     sites = {"client-test-fraction": 0.0, "client-validation-fraction": 0.0}
     ditto, fedavg = (short_run(tmp_path / m, {**sites, "method": m}) for m in ("ditto", "fedavg"))

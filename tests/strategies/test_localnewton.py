@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 
+from fedapps.compute import generator
 from fedapps.errors import RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays
 from fedapps.methods import resolve_settings
 from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.inprocess import InProcessGrid
 from fedapps.strategies import LocalNewton
+from fedapps.tasks import TaskConfig, load_task
 
 from ..simulation import runs
 
@@ -271,3 +273,45 @@ def test_a_loop_with_one_exchange_takes_the_full_step_and_says_so() -> None:
 def test_candidates_must_be_numbers_above_zero(value: str) -> None:
     with pytest.raises(SettingsError, match=r"setting 'localnewton.line-search': expected numbers > 0"):
         resolve_settings({"method": "localnewton", "localnewton.line-search": value}, "torch")
+
+
+def lines() -> list[tuple[np.ndarray, np.ndarray]]:
+    data = load_task(CONVEX["task"], TaskConfig(seed=5, options={"sizes": "6,18,9", "clients": 3})).load()[0]
+    sites = [np.flatnonzero(data.columns["site"] == i) for i in range(3)]
+    return [(np.asarray(data.inputs)[mine], data.targets[mine]) for mine in sites]
+
+
+@pytest.mark.slow
+def test_sub_sampled_hessians_and_the_local_line_search_are_the_papers(tmp_path: Path) -> None:
+    """Each step divides by the Hessian of a third of the examples, and is halved until the client's loss falls enough."""
+    config: dict[str, Any] = {
+        **CONVEX, "localnewton.line-search": "", "lr": 1.0, "local-epochs": 2, "num-server-rounds": 2, "seed": 5,
+        "weighting": "uniform", "localnewton.hessian-share": 0.34, "localnewton.local-search": True,
+        "localnewton.damping": 0.01,
+    }  # fmt: skip
+    left = short_run(tmp_path / "run", config)
+    theta, halved = np.zeros(3), 0
+    for number in (1, 2):
+        ends = []
+        for i, (X, y) in enumerate(lines()):
+            random, w, n = generator(5, number, i, 4), theta.copy(), len(y)
+            for _ in range(2):
+                part = np.sort(random.choice(n, round(0.34 * n), replace=False))
+                H = X[part].T @ X[part] / len(part) + 0.01 * np.eye(3)
+                g = X.T @ (X @ w - y) / n
+                step, size = np.linalg.solve(H, g), 1.0
+                while ((X @ (w - size * step) - y) ** 2 - (X @ w - y) ** 2).mean() / 2 > -1e-4 * size * (g @ step):
+                    size, halved = size / 2, halved + 1
+                w = w - size * step
+            ends.append(w)
+        theta = np.mean(ends, axis=0)
+    assert halved > 0
+    np.testing.assert_allclose(left.model["weights"], theta, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("key", "value"), [("local-search", True), ("hessian-share", 0.5)])
+def test_what_only_convex_tasks_have_is_refused_before_a_torch_model_trains(
+    tmp_path: Path, key: str, value: bool | float
+) -> None:
+    with pytest.raises(SettingsError, match=rf"localnewton\.{key}: expected a convex task.*localnewton\.line-search"):
+        short_run(tmp_path / "run", {"method": "localnewton", f"localnewton.{key}": value})
