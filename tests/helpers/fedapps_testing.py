@@ -15,7 +15,7 @@ from fedapps.client_apps.fedavg import train as train_fedavg
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import TaskError
 from fedapps.methods import Method
-from fedapps.tasks import Data, setting
+from fedapps.tasks import Data, TaskConfig, setting
 from fedapps.tasks.convex_task import ConvexTask
 from fedapps.tasks.synthetic import SyntheticLinearTask
 from fedapps.tasks.torch_task import TorchTask
@@ -151,6 +151,30 @@ class Lines(SyntheticLinearTask):
         mine = data.take(chosen)
         mine = Data(mine.inputs, mine.targets, {**mine.columns, "site": mine.columns["client"]})
         return mine, mine.take([])
+
+
+class TorchLines(TorchTask):
+    """The same as a torch model."""
+
+    class Options(TorchTask.Options):
+        sizes: str = setting("6,18", "examples of each site")
+
+    def load(self) -> tuple[Data, Data]:
+        sizes = [int(size) for size in self.options.sizes.split(",")]
+        config = TaskConfig(options={"sizes": self.options.sizes, "clients": len(sizes), "heterogeneity": 2.0})
+        data, _ = Lines(config).load()
+        return data, data.take([])
+
+    def build_model(self) -> torch.nn.Module:
+        layer = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.zeros_(layer.weight)
+        return layer
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (outputs[:, 0] - targets).square().mean()
+
+    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(model, inputs, targets)}
 
 
 class FailingSites(Sites):

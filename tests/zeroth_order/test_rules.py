@@ -150,3 +150,24 @@ def test_an_unknown_method_and_a_missing_momentum_are_refused() -> None:
             Scheme(0, "hiso-momentum"),
             offset=0,
         )
+
+
+def test_at_a_constant_rate_hiso_stops_at_a_floor_that_shrinks_with_the_rate() -> None:
+    """As D shrinks so does H, and the step grows; DeComFL, without H, goes on to rounding."""
+    A = np.array([[1.6, 0.15, 0.45], [0.15, 0.35, -0.01], [0.45, -0.01, 0.8]])
+    b = np.array([1.0, 0.2, 0.3])
+    best = np.linalg.solve(A, b)
+
+    def floor(lr: float, nu: float) -> float:
+        theta, H, distances = np.zeros(3, np.float32), np.ones(3, np.float32), []
+        for step in range(1500):
+            zs = [direction(1, step, p, 0, 3) / np.sqrt(H) for p in range(4)]
+            D = rules.mean_direction(rules.coefficients([float((A @ theta - b) @ z) for z in zs]), zs, 3)
+            theta = rules.descend(theta, D, lr)
+            if nu:
+                H = rules.learn_hessian(H, D, nu, 1e-6)
+            distances.append(np.log(np.linalg.norm(theta - best)))
+        return float(np.exp(np.mean(distances[750:])))
+
+    assert floor(0.2, 0.0) < 1e-6
+    assert 1e-3 < floor(0.05, 0.1) < floor(0.2, 0.1) / 3
