@@ -105,12 +105,12 @@ def read_blocks(reply: Reply, layout: Layout) -> list[Block]:
     for record in (CURVATURE, PRODUCTS):
         if record not in reply.records:
             raise missing_record(reply.where, record, "ArrayRecord", {**reply.records, **reply.entries})
-        if list(reply.records[record]) != layers:
+        if reply.records[record].keys() != set(layers):
             raise MessageError(
                 f"{reply.where}, record '{record}'",
                 expected=f"the layers {layers} of its layout",
                 got=str(list(reply.records[record])),
-                do="send P and M of every block, in the order of the layout",
+                do="send P and M of every block",
             )
     curvature, products = reply.records[CURVATURE], reply.records[PRODUCTS]
     tags = reply.entries[LAYOUT]

@@ -16,7 +16,7 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 from fedapps.client_apps import work
 from fedapps.errors import CheckpointError, FedAppsError, RoundFailedError, SettingsError
 from fedapps.messages import pack_arrays, unpack_arrays
-from fedapps.methods import METHODS, Method
+from fedapps.methods import Method
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import load_arrays
 from fedapps.server_apps import run
@@ -24,14 +24,15 @@ from fedapps.strategies.roster import Roster
 from fedapps.tasks import TaskConfig, load_task
 from fedapps.tasks.torch_task import TorchTask
 
+from ..methods.rows import ROWS
 from ..simulation import runs
 
 short_run, assert_same_model = runs.short_run, runs.assert_same_model
 
-EVERY = [method.name for method in METHODS if "torch" in method.task_kinds]
+EVERY = [name for name, method in ROWS.items() if "torch" in method.task_kinds]
 ONE_MODEL = [
     method
-    for method in METHODS
+    for method in ROWS.values()
     if "torch" in method.task_kinds and method.travels_down.startswith("model") and method.client_state == "none"
 ]
 """Methods with one model, which the server sends and clients train from: neither replicas nor models of their own."""

@@ -12,7 +12,6 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from fedapps import defences
 from fedapps.errors import SettingsError
 from fedapps.messages.schema import Reply, pack_arrays, unpack_arrays
-from fedapps.methods import METHODS
 from fedapps.settings import RoundSettings
 from fedapps.strategies.fedavgm import FedAvgM
 from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
@@ -20,6 +19,7 @@ from fedapps.strategies.fedpm import FedPM
 from fedapps.strategies.rounds import REFERENCE_ROUNDS
 from fedapps.zeroth_order.wire import pack_scalars, unpack_scalars
 
+from ..methods.rows import ROWS
 from ..simulation.runs import short_run
 
 pytestmark = pytest.mark.usefixtures("own_module")
@@ -42,7 +42,7 @@ def absurd(reply: Message) -> Message:
 
 # LocalTrain's clients send no number.
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [row.name for row in METHODS if row.name != "localtrain"])
+@pytest.mark.parametrize("method", [name for name in ROWS if name != "localtrain"])
 def test_1e30_in_one_reply_is_refused_by_name_and_every_honest_round_goes_on(tmp_path: Path, method: str) -> None:
     config = {"method": method, "num-server-rounds": 4}
     left = short_run(tmp_path / "run", config, faults={(1, 1): absurd, (3, 1): absurd})

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedapps.errors import RosterError
-from fedapps.methods import METHODS
+
+from ..methods.rows import ROWS
 
 LIES = 15
 
@@ -16,7 +17,7 @@ LIES = 15
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_module")
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("method", [row.name for row in METHODS])
+@pytest.mark.parametrize("method", ROWS)
 def test_no_lie_ends_a_round_or_hurts_another_client(tmp_path: Path, method: str) -> None:
     from fedapps_hostile import CLIENTS, UnderFire, config_of
 
