@@ -53,7 +53,7 @@ check: $(VENV)/.dev ## lint, format, types, import direction, generated files
 	$(BIN)/python scripts/generate.py --check
 
 bench: $(VENV)/.dev ## run the benchmarks and write their results
-	$(BIN)/python benchmarks/convex_newton.py
+	$(BIN)/python benchmarks/convex_methods.py
 	$(BIN)/python benchmarks/engine_equality.py
 	$(BIN)/python benchmarks/fedpm_cost.py
 	$(BIN)/python benchmarks/fedpm_bytes.py

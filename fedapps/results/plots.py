@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -217,13 +218,15 @@ def plot_distance(
     panels: Mapping[str, Mapping[str, Sequence[float]]],
     path: Path,
     *,
+    sent: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     ylabel: str = r"distance to the optimum $\|\theta^t - \theta^\star\|$",
 ) -> None:
-    """Draw distances to the optimum over rounds, on a logarithmic scale.
+    """Draw distances to the optimum over rounds, and over bytes, on a logarithmic scale.
 
     Args:
         panels: Data set -> method -> distances of rounds 0, 1, ...; those that are not positive and finite are gaps.
         path: File to write; its ending chooses the format.
+        sent: Data set -> method -> bytes sent until the end of rounds 0, 1, ...: a second row of panels.
         ylabel: Label of the vertical axis.
 
     Raises:
@@ -232,16 +235,21 @@ def plot_distance(
     if not panels:
         raise _nothing_to_draw([])
     looks = choose_looks({label: label for curves in panels.values() for label in curves})
-    figure, axes = _figure(len(panels))
-    for axis, (name, curves) in zip(axes, panels.items(), strict=True):
+    figure, axes = _figure(len(panels), rows=2 if sent else 1)
+    scales = [(None, _scale_rounds), *([(sent, _scale_bytes)] if sent else [])]
+    for axis, ((totals, scale), (name, curves)) in zip(axes, product(scales, panels.items()), strict=True):
+        across = {
+            label: np.arange(len(distances)) if totals is None else np.array(totals[name][label], dtype=float)
+            for label, distances in curves.items()
+        }
         for label, distances in curves.items():
             values = np.array(distances, dtype=float)
             values[~(np.isfinite(values) & (values > 0))] = np.nan
-            axis.plot(np.arange(len(values)), values, label=label, **looks[label].style(len(values)))
+            axis.plot(across[label], values, label=label, **looks[label].style(len(values)))
         axis.set_yscale("log")
         axis.set_title(name, fontsize=10)
-        _label(axis, "round", ylabel if axis is axes[0] else "")
-        _whole_numbers(axis)
+        scale(axis, across)
+        axis.set_ylabel(ylabel if axis in axes[:: len(panels)] else "")
     _finish(figure, path)
 
 
