@@ -19,7 +19,7 @@ from fedapps.simulation.inprocess import set_server_identity
 
 
 def pytest_configure() -> None:
-    """No test can cut the power, and what a killed process wrote stays in the kernel's cache: waiting for a disk shows nothing."""
+    """No test can cut the power, and what a killed process wrote is in the kernel's cache: waiting for a disk shows nothing."""
     os.fsync = lambda _: None
 
 
