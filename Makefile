@@ -17,9 +17,10 @@ $(VENV)/.demo: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
+$(VENV)/.dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	touch $@
+	touch $(VENV)/.demo $@
 
 demo: $(VENV)/.demo ## train FedPM on handwritten digits through Flower's simulation engine
 	$(BIN)/fedapps run --method fedpm --task digits --clients 10 --alpha 0.1 --rounds 10
@@ -27,10 +28,9 @@ demo: $(VENV)/.demo ## train FedPM on handwritten digits through Flower's simula
 fast: $(VENV)/.dev ## run the unit tests, in under a minute
 	$(BIN)/$(PYTEST) -m "not engine and not slow and not gpu"
 
-# With CI=true the suite runs against the built wheel, from another folder, so that a file missing in it is noticed.
+# With CI=true the suite runs against the wheel that .ci/run built, from another folder, so that a file missing in it is noticed.
 test: $(VENV)/.dev ## run all tests
 ifeq ($(CI),true)
-	rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
 	elsewhere=$$(mktemp -d) && cd $$elsewhere && $(abspath $(BIN))/$(PYTEST) -c $(CURDIR)/pyproject.toml $(CURDIR)/tests; \
 	  code=$$?; rm -rf $$elsewhere; exit $$code

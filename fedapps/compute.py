@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from fedapps.errors import SettingsError
+
+COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC"
+"""What torch's compiler reads when it is loaded."""
 
 Key = int
 """A part of the identity of a random draw: the seed, a round, a partition."""
@@ -46,14 +51,36 @@ def pinned(threads: int) -> Iterator[None]:
         if torch is None:
             yield
             return
-        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # torch.use_deterministic_algorithms would import torch's compiler: seconds in each process that compiles nothing.
+        torch.set_deterministic_debug_mode("warn")
         try:
-            yield
+            with _deterministic_compiler():
+                yield
         finally:
             torch.set_num_threads(before[0])
-            torch.use_deterministic_algorithms(before[1])
+            torch.set_deterministic_debug_mode(before[1])
+
+
+@contextmanager
+def _deterministic_compiler() -> Iterator[None]:
+    """Let torch's compiler choose kernels without timing them, whether it is loaded or will be inside the block."""
+    loaded: Any = sys.modules.get("torch._inductor.config")
+    before = getattr(loaded, "deterministic", False), os.environ.get(COMPILER_DETERMINISTIC)
+    if loaded is not None:
+        loaded.deterministic = True
+    os.environ[COMPILER_DETERMINISTIC] = "1"
+    try:
+        yield
+    finally:
+        compiler: Any = sys.modules.get("torch._inductor.config")
+        if compiler is not None:
+            compiler.deterministic = before[0]
+        if before[1] is None:
+            del os.environ[COMPILER_DETERMINISTIC]
+        else:
+            os.environ[COMPILER_DETERMINISTIC] = before[1]
 
 
 def choose_device(setting: str) -> str:

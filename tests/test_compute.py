@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +38,52 @@ def test_threads_are_pinned_and_put_back_whatever_happens() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         fail_inside()
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("loaded", [True, False], ids=["compiler loaded", "compiler not loaded"])
+def test_deterministic_algorithms_are_put_back_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, mode: int, loaded: bool
+) -> None:
+    """A non-deterministic operation warns inside, and does afterwards what it did before: nothing, warn or raise."""
+    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC", raising=False)
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    compiler = SimpleNamespace(deterministic=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "torch._inductor.config", compiler)
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with pinned(1):
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            assert compiler.deterministic is loaded
+            assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"  # read by a compiler that is loaded from here on
+            # Loaded meanwhile, if it was not.
+            monkeypatch.setitem(sys.modules, "torch._inductor.config", compiler)
+            compiler.deterministic = True
+            with pinned(2):
+                pass
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            assert compiler.deterministic
+        assert torch.get_deterministic_debug_mode() == mode
+        assert not compiler.deterministic
+        assert "TORCHINDUCTOR_DETERMINISTIC" not in os.environ
+    finally:
+        torch.set_deterministic_debug_mode(0)
+
+
+@pytest.mark.slow
+def test_neither_torchs_compiler_nor_flwr_datasets_is_loaded_where_nothing_needs_it() -> None:
+    """Each takes about two seconds, in every process of a run."""
+    code = (
+        "import sys, torch; from fedapps.compute import pinned\n"
+        "from fedapps.tasks.partitioning import *; import numpy as np\n"
+        "with pinned(1):\n"
+        "    for kind in (PartitionKind.IID, PartitionKind.COLUMN):\n"
+        "        partition_indices(np.arange(6), 3, PartitionConfig(kind, column='c'), 0, {'c': np.arange(6) // 2})\n"
+        "print([m for m in ('torch._inductor', 'torch._dynamo', 'flwr_datasets', 'datasets') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
 
 
 @pytest.mark.parametrize("setting", ["gpu", "cuda:x", "cpu:0", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -13,6 +14,9 @@ from fedapps import __version__
 
 PACKAGES = ("flwr", "numpy", "scipy", "torch", "ray")
 """Packages whose version can change a result."""
+
+# Metadata is read from a file in milliseconds, as long as a small round takes.
+_version = functools.cache(importlib.metadata.version)
 
 
 def describe_environment(
@@ -46,7 +50,7 @@ def installed_versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            versions[package] = _version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions

@@ -9,7 +9,6 @@ from flwr.app import Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
-from flwr.superlink.grid import HttpGrid
 from typing_extensions import override
 
 PULL_AT_ONCE = 8
@@ -99,4 +98,6 @@ def is_remote(grid: Grid) -> bool:
     """Tell whether the nodes are machines of their own, connected to a SuperLink, whatever the grid is wrapped in."""
     while isinstance(grid, GridWrapper):
         grid = grid.inner
+    from flwr.superlink.grid import HttpGrid  # With a database and a web server: a second, which workers never need.
+
     return isinstance(grid, HttpGrid)

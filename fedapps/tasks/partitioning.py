@@ -1,8 +1,8 @@
 """Splits of the training examples among the clients, and who got what as text.
 
 Every split uses each example exactly once, depends only on its arguments, and leaves global random generators alone.
-The iid, classes and column splits come from flwr-datasets (`fedapps.tasks.flwr_partitions`). The Dirichlet split is
-ours and needs only NumPy: it first checks that the minimum size can be met, draws once, and repairs what came out too
+The iid, classes and column splits are those of flwr-datasets (`fedapps.tasks.flwr_partitions`). The Dirichlet split is
+ours: it first checks that the minimum size can be met, draws once, and repairs what came out too
 small, so it always ends.
 """
 
@@ -89,7 +89,7 @@ def partition_indices(
 
     Raises:
         TaskError: The split cannot be made: too few examples, a class or a column that does not fit, or flwr-datasets
-            is not installed.
+            is not installed, which the split by classes needs.
     """
     _check_feasible(len(targets), num_partitions, config)
     generator = stream(Purpose.PARTITION, seed)

@@ -59,11 +59,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.slow
 def test_every_option_gives_the_same_bits_again_and_after_a_resume(tmp_path: Path, name: str) -> None:
-    """Those that draw or code something also in other processes."""
+    """Those that draw or code something also in another process."""
     config = {**LAYERED, **OPTIONS[name]}
     first = short_run(tmp_path / "first", config)
     if name in ("full pass", "all at once"):
-        assert_same_model(first.model, short_run(tmp_path / "workers", config, workers=2).model)
+        assert_same_model(first.model, short_run(tmp_path / "worker", config, workers=1).model)
     short_run(tmp_path / "halves", {**config, "num-server-rounds": 1})
     halves = short_run(tmp_path / "halves", {**config, "resume": True})
     assert_same_model(first.model, halves.model)

@@ -158,6 +158,7 @@ def with_personal(run: Run, accuracies: list[float]) -> Run:
     return Run(run.path, run.settings, [*run.rows, *rows], run.summary)
 
 
+@pytest.mark.slow
 def test_every_model_and_data_has_a_row_with_a_name_and_only_the_methods_that_have_it(
     make_run: MakeRun, tmp_path: Path, drawn: list[Figure]
 ) -> None:

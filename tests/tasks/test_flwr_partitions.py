@@ -4,6 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from flwr_datasets.partitioner import IidPartitioner, NaturalIdPartitioner
 
 from fedapps.errors import TaskError
 from fedapps.tasks.flwr_partitions import class_parts, column_parts, iid_parts
@@ -56,10 +58,30 @@ def test_pairs_of_classes_are_drawn():
     assert len(pairs) > 10
 
 
-def test_column_values_are_clients_in_ascending_order(capfd):
+def test_column_values_are_clients_in_ascending_order():
     parts = column_parts({"other": LABELS, "site": SITES}, 7, "site")
     assert [set(SITES[part]) for part in parts] == [{f"site-{i}"} for i in range(7)]
-    assert capfd.readouterr().err == ""  # no progress bar
+
+
+def partitions_of(partitioner, labels):
+    partitioner.dataset = Dataset.from_dict({"position": np.arange(len(labels)), "label": labels})
+    return [partitioner.load_partition(i)["position"] for i in range(partitioner.num_partitions)]
+
+
+@pytest.mark.parametrize(("num_examples", "num_partitions"), [(1000, 7), (10, 5), (3, 3), (9, 4)])
+def test_iid_parts_are_those_of_flwr_datasets(num_examples, num_partitions):
+    order = generator().permutation(num_examples)
+    expected = partitions_of(IidPartitioner(num_partitions), np.zeros(num_examples))
+    for part, positions in zip(iid_parts(num_examples, num_partitions, generator()), expected, strict=True):
+        np.testing.assert_array_equal(part, order[positions])
+
+
+def test_column_parts_are_those_of_flwr_datasets():
+    """Its natural ids are in ascending order where the column holds client numbers."""
+    numbers = np.random.default_rng(1).integers(0, 7, 1000)
+    expected = partitions_of(NaturalIdPartitioner("label"), numbers)
+    for part, positions in zip(column_parts({"site": numbers}, 7, "site"), expected, strict=True):
+        np.testing.assert_array_equal(part, positions)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +129,4 @@ def test_impossible_splits_are_refused(call, message):
 def test_without_flwr_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr_datasets", None)
     with pytest.raises(TaskError, match=r"flwr-datasets.*install fedapps\[torch\]"):
-        iid_parts(10, 2, generator())
+        class_parts(np.repeat([0, 1], 5), 2, 1, generator())

@@ -131,12 +131,12 @@ def test_repair_takes_from_the_largest_and_leaves_the_rest_alone():
     assert min(len(part) for part in repaired) == 5
 
 
-def test_dirichlet_needs_no_flwr_datasets_and_the_others_say_what_to_install(monkeypatch):
+def test_only_the_split_by_classes_needs_flwr_datasets_and_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr_datasets", None)
-    assert len(split(PartitionConfig(PartitionKind.DIRICHLET), 7)) == 7
-    for kind in (PartitionKind.IID, PartitionKind.CLASSES):
-        with pytest.raises(TaskError, match=r"flwr-datasets.*install fedapps\[torch\]"):
-            split(PartitionConfig(kind), 7)
+    for kind in (PartitionKind.DIRICHLET, PartitionKind.IID):
+        assert len(split(PartitionConfig(kind), 7)) == 7
+    with pytest.raises(TaskError, match=r"flwr-datasets.*install fedapps\[torch\]"):
+        split(PartitionConfig(PartitionKind.CLASSES), 7)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_compiled_points_neither_fuse_nor_approximate(
     check(ptx_of(kernels_cuda.displace, constants, kernels_cuda.OPTIONS), {"mul", "add", "sub", *scaling})
 
 
+@pytest.mark.slow
 def test_the_check_sees_what_the_default_options_do() -> None:
     constants = {"FORMAT": 0, "RULE": 0, "GAUSSIAN": True, "TILE": kernels_cuda.TILE}
     assert re.findall(INEXACT, ptx_of(kernels_cuda.apply, constants, {"enable_fp_fusion": True, "num_warps": 4}))
