@@ -111,7 +111,7 @@ class TopK:
     def decompress(self, message: Message, d: int, where: str) -> Triangle:
         """Put the entries in their places."""
         indices, size = message["indices"], triangle_size(d)
-        if not (0 <= indices[0] and indices[-1] < size and np.all(np.diff(indices) > 0)):
+        if not (indices[0] >= 0 and indices[-1] < size and np.all(np.diff(indices) > 0)):
             raise MessageError(
                 f"{where}, indices of the entries",
                 expected=f"rising numbers from 0 to {size - 1}",
