@@ -6,6 +6,7 @@ from fedapps.strategies.ditto import Ditto
 from fedapps.strategies.fedavg import FedAvg
 from fedapps.strategies.fedavgm import FedAvgM
 from fedapps.strategies.fedclup import FedCLUP
+from fedapps.strategies.fednl import FedNL
 from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedpm import FedPM
 from fedapps.strategies.fedprox import FedProx
@@ -25,6 +26,7 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedCLUP",
+    "FedNL",
     "FedPM",
     "FedProx",
     "FedYogi",
