@@ -1,4 +1,4 @@
-"""LocalNewton's second exchange: a direction and candidate steps go down, the client's losses along it come up.
+"""A second exchange (LocalNewton, FedNL): a direction and candidate steps go down, the client's losses along it come up.
 
 ===============  =============================================================================================
 record           content
