@@ -17,9 +17,8 @@ import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 
 from fedapps.errors import MessageError
-from fedapps.messages.schema import ARRAYS, Arrays, Records, Reply
+from fedapps.messages.schema import ARRAYS, DIRECTION, Arrays, Records, Reply
 
-DIRECTION = "direction"
 LINE_SEARCH = "line-search"
 STEPS = "steps"
 LOSSES = "losses"

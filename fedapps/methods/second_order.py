@@ -172,6 +172,16 @@ class FedNLSettings(DenseHessianSettings):
             )
 
 
+class FedNewSettings(DenseHessianSettings):
+    """Settings of FedNew."""
+
+    alpha: float = setting(0.01, "damping of the Newton direction", ge=0, tuned=True)
+    rho: float = setting(
+        0.01, "penalty of a client's direction for differing from the clients' last one", gt=0, tuned=True
+    )
+    refresh: int = setting(1, "folded rounds of a client that use one Hessian; 0 = the first one serves for good", ge=0)
+
+
 PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
 """FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
 
@@ -239,6 +249,26 @@ METHODS: tuple[Method, ...] = (
         tuned={
             "convex": {"lr": 1.0, "mu": 0.0},
             "torch": {"lr": 1.0, "mu": 0.1},
+            # Only adapters are small enough.
+            "language": {"lr": 0.01},
+        },
+    ),
+    Method(
+        name="fednew",
+        title="FedNew",
+        family="second order",
+        mixing="theta - eta y, with y = sum p_i y_i by one pass of ADMM a round",
+        travels_down="model, y of the last round and of the client's last folded one",
+        travels_up="direction y_i",
+        client_state="dual variable, y_i (and Hessian, if it is refreshed more rarely than every round)",
+        paper="Elgabli et al., ICML 2022, arXiv 2206.08829",
+        strategy="fedapps.strategies.fednew:FedNew",
+        client="fedapps.client_apps.fednew:train",
+        group="fednew",
+        own_settings=FedNewSettings,
+        tuned={
+            "convex": {"lr": 1.0, "alpha": 0.01, "rho": 0.01},
+            "torch": {"lr": 1.0, "alpha": 0.1, "rho": 0.1},
             # Only adapters are small enough.
             "language": {"lr": 0.01},
         },

@@ -22,34 +22,11 @@ from fedapps.strategies import FedNL
 from fedapps.tasks.from_settings import load_task_of
 
 from ..simulation.runs import assert_same_model, client_states, short_run
+from .logistic_clients import LOGISTIC, REGULARISATION, D, parts
 
-REGULARISATION = 1e-2
-D = 12
-LOGISTIC: dict[str, Any] = {
-    "method": "fednl", "task": "synthetic-logistic",
-    "task-options": f"clients = 6\nexamples = 40\ndimension = {D}\nnorm = 2.0\nregularisation = {REGULARISATION}",
-    "partition": "dirichlet", "partition-column": "", "alpha": 0.7, "weighting": "examples", "batch-size": 0, "lr": 1.0,
-    "evaluate-every": 0, "num-server-rounds": 6,
-}  # fmt: skip
-"""Logistic regression on 240 examples, split over three unequal clients. Without ties, in which ``top-k`` has a choice."""
+pytestmark = pytest.mark.usefixtures("own_module")
 
-
-def logistic(clients: int = 3) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and targets of every client."""
-    task = load_task_of(resolve_settings(LOGISTIC))
-    parts = [task.client_data(i, clients).train for i in range(clients)]
-    return [(np.asarray(part.inputs), part.targets) for part in parts]
-
-
-def gradient(part: tuple[np.ndarray, np.ndarray], theta: np.ndarray) -> np.ndarray:
-    X, y = part
-    return -X.T @ (y / (1 + np.exp(y * (X @ theta)))) / len(y) + REGULARISATION * theta
-
-
-def hessian(part: tuple[np.ndarray, np.ndarray], theta: np.ndarray) -> np.ndarray:
-    X, y = part
-    s = 1 / (1 + np.exp(-X @ theta))
-    return (X.T * (s * (1 - s))) @ X / len(y) + REGULARISATION * np.eye(D)
+FEDNL: dict[str, Any] = {**LOGISTIC, "method": "fednl"}
 
 
 def compress(M: np.ndarray, config: dict[str, Any]) -> np.ndarray:
@@ -82,8 +59,7 @@ def refused(reply: Message) -> Message:
 
 def papers(config: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """Algorithm 1, or 2 where clients are sampled; what is lost changes nothing at either end."""
-    parts = logistic()
-    p = np.array([len(y) for _, y in parts]) / sum(len(y) for _, y in parts)
+    clients, p = parts()
     alpha, option = config.get("fednl.alpha", 1.0), config.get("fednl.option", 2)
     partial, exact = config.get("fraction-train", 1.0) < 1, config.get("fednl.initial", "exact") == "exact"
     theta = np.zeros(D)
@@ -93,12 +69,12 @@ def papers(config: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[np.ndarr
     for row in rows:
         old = dict(H)
         for i in row["folded"]:
-            h = hessian(parts[i], theta)
+            h = clients[i].hessian(theta)
             old[i] = H.get(i, h if exact else np.zeros((D, D)))
             H[i] = old[i] + alpha * compress(h - old[i], config)
             latest = partial or config.get("fednl.hessian") == "latest"
             error[i] = np.linalg.norm((H[i] if latest else old[i]) - h)
-            q[i] = (H[i] + error[i] * np.eye(D)) @ theta - gradient(parts[i], theta)
+            q[i] = (H[i] + error[i] * np.eye(D)) @ theta - clients[i].gradient(theta)
         if partial:
             mean = sum(p[i] * (H[i] + error[i] * np.eye(D)) for i in H)
             theta = np.linalg.solve(mean, sum(p[i] * q[i] for i in H))
@@ -106,7 +82,7 @@ def papers(config: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[np.ndarr
         used = H if latest else old
         mean = sum(p[i] * used[i] for i in used) / sum(p[i] for i in used)
         folded, total = row["folded"], sum(p[i] for i in row["folded"])
-        g = sum(p[i] * gradient(parts[i], theta) for i in folded) / total
+        g = sum(p[i] * clients[i].gradient(theta) for i in folded) / total
         shift = sum(p[i] * error[i] for i in folded) / total if option == 2 else 0.0
         theta = theta - config.get("lr", 1.0) * solve(mean + shift * np.eye(D), g, option)
     return theta, H
@@ -128,7 +104,7 @@ ALGORITHMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ALGORITHMS.values(), ids=ALGORITHMS.keys())
 def test_it_is_the_papers_algorithm(tmp_path: Path, own: dict[str, Any]) -> None:
-    config = {**LOGISTIC, **own}
+    config = {**FEDNL, **own}
     left = short_run(tmp_path / "run", config, faults={(1, 1): refused, (2, 0): refused, (4, 2): refused})
     rows = left.rows("train")
     assert sum(len(row["refused"]) for row in rows) >= 2
@@ -142,12 +118,11 @@ def test_it_is_the_papers_algorithm(tmp_path: Path, own: dict[str, Any]) -> None
 
 def newton(rounds: int, *, previous: bool) -> np.ndarray:
     """Newton's method on the clients' common objective, with the Hessian of the model before or of the present one."""
-    parts = logistic()
-    p = np.array([len(y) for _, y in parts]) / sum(len(y) for _, y in parts)
+    clients, p = parts()
     theta, old = np.zeros(D), None
     for _ in range(rounds):
-        new = sum(w * hessian(part, theta) for w, part in zip(p, parts, strict=True))
-        g = sum(w * gradient(part, theta) for w, part in zip(p, parts, strict=True))
+        new = sum(w * part.hessian(theta) for w, part in zip(p, clients, strict=True))
+        g = sum(w * part.gradient(theta) for w, part in zip(p, clients, strict=True))
         used = old if previous and old is not None else new
         theta, old = theta - np.linalg.solve(used, g), new
     return theta
@@ -157,14 +132,14 @@ def newton(rounds: int, *, previous: bool) -> np.ndarray:
 def test_without_compression_it_is_newtons_method(tmp_path: Path, which: str, option: int) -> None:
     """But for option 2 with ``previous``, which shifts by the Hessian's change since the round before."""
     own = {"fednl.compressor": "identity", "fednl.option": option, "fednl.hessian": which}
-    left = short_run(tmp_path / "run", {**LOGISTIC, **own, "num-server-rounds": 4})
+    left = short_run(tmp_path / "run", {**FEDNL, **own, "num-server-rounds": 4})
     np.testing.assert_allclose(left.model["weights"], newton(4, previous=which == "previous"), rtol=1e-10)
 
 
 @pytest.mark.slow
 def test_fedpm_is_fednl_without_compression_to_rounding(tmp_path: Path) -> None:
     own = {"fednl.compressor": "identity", "fednl.option": 1, "fednl.hessian": "latest"}
-    mine = short_run(tmp_path / "fednl", {**LOGISTIC, **own}).model["weights"]
+    mine = short_run(tmp_path / "fednl", {**FEDNL, **own}).model["weights"]
     config = {**LOGISTIC, "method": "fedpm", "local-epochs": 1, "fedpm.damping": 0.0}
     np.testing.assert_allclose(mine, short_run(tmp_path / "fedpm", config).model["weights"], rtol=1e-9)
 
@@ -186,7 +161,7 @@ def test_fedpm_is_fednl_without_compression_to_rounding(tmp_path: Path) -> None:
 def test_messages_have_the_bytes_that_the_row_promises(
     tmp_path: Path, own: dict[str, Any], size: int, initial: str
 ) -> None:
-    left = short_run(tmp_path / "run", {**LOGISTIC, **own, "fednl.initial": initial, "num-server-rounds": 2})
+    left = short_run(tmp_path / "run", {**FEDNL, **own, "fednl.initial": initial, "num-server-rounds": 2})
     sent = {
         number: [row["payload"] for row in left.folder.read_ledger() if (row["round"], row["direction"]) == (number, "up")
                  and row["kind"] == "train"]
@@ -245,7 +220,7 @@ def told(error: Any) -> Any:
 def test_a_wrong_reply_is_refused_by_name_as_if_it_were_lost(
     tmp_path: Path, fault: Any, own: dict[str, Any], match: str
 ) -> None:
-    config = {**LOGISTIC, **own, "num-server-rounds": 3}
+    config = {**FEDNL, **own, "num-server-rounds": 3}
     left = short_run(tmp_path / "wrong", config, faults={(2, 1): fault})
     row = left.rows("train")[1]
     assert row["folded"] == [0, 2]
@@ -263,7 +238,7 @@ def test_a_wrong_reply_is_refused_by_name_as_if_it_were_lost(
 )
 @pytest.mark.slow
 def test_a_resume_goes_on_to_the_bit(tmp_path: Path, own: dict[str, Any]) -> None:
-    config = {**LOGISTIC, **own}
+    config = {**FEDNL, **own}
     straight = short_run(tmp_path / "straight", {**config, "num-server-rounds": 6}, late=[0, 1])
     short_run(tmp_path / "halves", {**config, "num-server-rounds": 3})
     halves = short_run(tmp_path / "halves", {**config, "num-server-rounds": 6, "resume": True})
@@ -280,7 +255,7 @@ def test_a_lost_store_starts_the_sum_anew(tmp_path: Path, monkeypatch: pytest.Mo
         return None if last_folded == 2 and self.folder.name == "client-1" else load(self, last_folded)
 
     monkeypatch.setattr(client_store.ClientStore, "load", forgetful)
-    config = {**LOGISTIC, **own}
+    config = {**FEDNL, **own}
     two = short_run(tmp_path / "two", {**config, "num-server-rounds": 2}).model
     three = short_run(tmp_path / "run", {**config, "num-server-rounds": 3})
     assert_same_model(two, three.model)
@@ -288,14 +263,13 @@ def test_a_lost_store_starts_the_sum_anew(tmp_path: Path, monkeypatch: pytest.Mo
     assert note == "the sum of Hessians starts anew: no step is taken"
     four = short_run(tmp_path / "run", {**config, "num-server-rounds": 4, "resume": True})
     theta = two["weights"]
-    parts = logistic()
-    p = np.array([len(y) for _, y in parts]) / sum(len(y) for _, y in parts)
-    H = sum(w * hessian(part, theta) for w, part in zip(p, parts, strict=True))
+    clients, p = parts()
+    H = sum(w * part.hessian(theta) for w, part in zip(p, clients, strict=True))
     if own:
-        errors = [hessian(part, theta) - compress(hessian(part, theta), {}) for part in parts]
+        errors = [part.hessian(theta) - compress(part.hessian(theta), {}) for part in clients]
         shift = sum(w * np.linalg.norm(E) for w, E in zip(p, errors, strict=True))
         H = H - sum(w * E for w, E in zip(p, errors, strict=True)) + shift * np.eye(D)
-    g = sum(w * gradient(part, theta) for w, part in zip(p, parts, strict=True))
+    g = sum(w * part.gradient(theta) for w, part in zip(p, clients, strict=True))
     np.testing.assert_allclose(four.model["weights"], theta - np.linalg.solve(H, g), rtol=1e-10)
 
 
@@ -304,17 +278,15 @@ def test_a_lost_store_starts_the_sum_anew(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_line_search_backtracks_to_the_first_sufficient_decrease(tmp_path: Path) -> None:
     """From a Hessian of zero option 1 divides the gradient by mu: too far, until halving makes the loss fall."""
-    config = {**LOGISTIC, "fednl.line-search": True, "fednl.initial": "zero", "fednl.option": 1, "num-server-rounds": 1}
+    config = {**FEDNL, "fednl.line-search": True, "fednl.initial": "zero", "fednl.option": 1, "num-server-rounds": 1}
     left = short_run(tmp_path / "run", config)
     [row] = left.rows("train")
-    parts = logistic()
-    p = np.array([len(y) for _, y in parts]) / sum(len(y) for _, y in parts)
+    clients, p = parts()
 
     def loss(theta: np.ndarray) -> float:
-        losses = [np.mean(np.log1p(np.exp(-y * (X @ theta)))) for X, y in parts]
-        return float(p @ losses + REGULARISATION / 2 * theta @ theta)
+        return float(p @ [part.loss(theta) for part in clients])
 
-    g = sum(w * gradient(part, np.zeros(D)) for w, part in zip(p, parts, strict=True))
+    g = sum(w * part.gradient(np.zeros(D)) for w, part in zip(p, clients, strict=True))
     direction, step = -g / REGULARISATION, 1.0
     while loss(step * direction) > loss(np.zeros(D)) + 1e-4 * step * (g @ direction):
         step /= 2
@@ -324,7 +296,6 @@ def test_the_line_search_backtracks_to_the_first_sufficient_decrease(tmp_path: P
     np.testing.assert_allclose(left.model["weights"], step * direction, rtol=1e-10)
 
 
-@pytest.mark.usefixtures("own_module")
 @pytest.mark.slow
 @pytest.mark.parametrize("fraction", [1.0, 0.67])
 def test_a_small_network_learns_and_its_buffers_take_the_mean_as_they_came(tmp_path: Path, fraction: float) -> None:
@@ -353,7 +324,7 @@ def test_a_defence_that_changes_replies_is_refused(defence: Defence) -> None:
 @pytest.mark.slow
 def test_multi_krum_compares_what_was_compressed(tmp_path: Path) -> None:
     """The eigenvectors of a rank-1 change have any sign: only multiplied out are they near each other."""
-    config = {**LOGISTIC, "partition": "iid", "defence": "multi-krum", "num-server-rounds": 4}
+    config = {**FEDNL, "partition": "iid", "defence": "multi-krum", "num-server-rounds": 4}
     left = short_run(
         tmp_path / "run", config, 6, faults={(3, 2): changed("hessian-change", "eigenvalues", lambda v: -40 * v)}
     )
@@ -376,7 +347,6 @@ def test_what_the_paper_does_not_put_together_is_refused(values: dict[str, Any],
     assert FedNLSettings(initial="zero", option=1, line_search=True).steps[:2] == (1.0, 0.5)
 
 
-@pytest.mark.usefixtures("own_module")
 def test_a_model_with_too_many_weights_is_refused_before_round_1(tmp_path: Path) -> None:
     with pytest.raises(FedAppsError, match=r"FedNL, the model: expected at most 16384 .*47236 weights.*first-order"):
         short_run(tmp_path / "run", {"method": "fednl", "task": "fedapps_testing:Wide", "node-wait": 0.0})
