@@ -14,7 +14,8 @@ from fedapps.client_apps.problem import local_problem
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.line_search import along
 from fedapps.messages.blocks import LAYOUT
-from fedapps.messages.line_search import DIRECTION, LINE_SEARCH, STEPS, pack_losses
+from fedapps.messages.line_search import LINE_SEARCH, STEPS, pack_losses
+from fedapps.messages.schema import DIRECTION
 
 
 def train(work: ClientWork) -> RecordDict:

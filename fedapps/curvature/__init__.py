@@ -10,6 +10,9 @@ module            subject                                                       
 ``blocks``        what a client sends for a block, in every form                                  no
 ``newton``        full-Hessian steps of a convex model                                            no
 ``logistic``      L2-regularised logistic regression                                              no
+``compressors``   what travels of a symmetric matrix: Top-k, Rank-r                               no
+``fednew``        FedNew: a pass of ADMM for the clients' Newton direction                        no
+``fednl``         FedNL: a Hessian learned from compressed differences                            no
 ``layout``        which parameters share a block, and a block as one matrix                       no
 ``mixing``        preconditioned mixing from running sums                                         no
 ``packing``       a symmetric matrix as its upper triangle                                        no

@@ -3,7 +3,8 @@ r"""A global line search: how far to go from the old model along the averaged di
 .. math:: s^* = \arg\min_{s \,\in\, S \cup \{0\}} \sum_i p_i f_i(\theta + s\, d), \qquad d = \sum_i p_i \theta_i - \theta
 
 Bischoff et al., arXiv 2109.02388, for LocalNewton (Gupta et al., arXiv 2105.07320). The candidates ``S`` are few, so clients
-measure them all in one exchange. Step 0 is among them: the measured loss never rises.
+measure them all in one exchange. Step 0 is among them: the measured loss never rises. FedNL backtracks over candidates that are
+measured in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedapps.curvature.newton import SUFFICIENT_DECREASE
 
 Array = NDArray[Any]
 
@@ -50,15 +53,45 @@ def choose_step(steps: Sequence[float], losses: Mapping[int, Sequence[float]], w
     Raises:
         ValueError: No client, or one with another number of losses.
     """
-    if not losses or any(len(row) != len(steps) + 1 for row in losses.values()):
-        raise ValueError(f"line search: expected {len(steps) + 1} losses from at least one client, got {dict(losses)}")
-    # In order of the clients, so that the sum does not depend on who answered first.
-    clients = sorted(losses)
-    total = sum(weights[client] for client in clients)
-    means = [
-        sum(weights[client] * losses[client][place] for client in clients) / total for place in range(len(steps) + 1)
-    ]
+    means = _mean_losses(len(steps), losses, weights)
     found = {step: mean for step, mean in zip((0.0, *steps), means, strict=True) if np.isfinite(mean)}
     least = min(found.values(), default=np.inf)
     step = max((step for step, mean in found.items() if mean <= least + ROUNDING * abs(least)), default=0.0)
     return Chosen(step, found.get(step, means[0]), means[0])
+
+
+def backtrack(
+    steps: Sequence[float], losses: Mapping[int, Sequence[float]], weights: Mapping[int, float], slope: float
+) -> Chosen:
+    r"""Choose the first step with Armijo's sufficient decrease, :math:`f(\theta + s\,d) \le f(\theta) + c\,s\,g'd`; else 0.
+
+    Args:
+        steps: The candidates in the order of trial, > 0.
+        losses: As for `choose_step`.
+        weights: As for `choose_step`.
+        slope: ``g'd``, below 0.
+
+    References:
+        arXiv 2106.02969, Algorithm 3 (FedNL-LS).
+
+    Raises:
+        ValueError: As for `choose_step`.
+    """
+    start, *means = _mean_losses(len(steps), losses, weights)
+    # Close to the minimum the decrease drowns in the rounding of the loss: that much is forgiven.
+    for step, mean in zip(steps, means, strict=True):
+        if mean <= start + SUFFICIENT_DECREASE * step * slope + ROUNDING * abs(start):
+            return Chosen(step, mean, start)
+    return Chosen(0.0, start, start)
+
+
+def _mean_losses(num_steps: int, losses: Mapping[int, Sequence[float]], weights: Mapping[int, float]) -> list[float]:
+    """Average the losses at step 0 and at every candidate over the clients."""
+    if not losses or any(len(row) != num_steps + 1 for row in losses.values()):
+        raise ValueError(f"line search: expected {num_steps + 1} losses from at least one client, got {dict(losses)}")
+    # In order of the clients, so that the sum does not depend on who answered first.
+    clients = sorted(losses)
+    total = sum(weights[client] for client in clients)
+    return [
+        sum(weights[client] * losses[client][place] for client in clients) / total for place in range(num_steps + 1)
+    ]

@@ -1,4 +1,4 @@
-"""LocalNewton's second exchange: a direction and candidate steps go down, the client's losses along it come up.
+"""A second exchange (LocalNewton, FedNL): a direction and candidate steps go down, the client's losses along it come up.
 
 ===============  =============================================================================================
 record           content
@@ -17,9 +17,8 @@ import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 
 from fedapps.errors import MessageError
-from fedapps.messages.schema import ARRAYS, Arrays, Records, Reply
+from fedapps.messages.schema import ARRAYS, DIRECTION, Arrays, Records, Reply
 
-DIRECTION = "direction"
 LINE_SEARCH = "line-search"
 STEPS = "steps"
 LOSSES = "losses"

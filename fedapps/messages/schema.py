@@ -7,14 +7,17 @@ down        ``arrays``       the model: trainable parameters, then buffers, each
 down        ``config``       round, experiment, learning rate in force, last folded round of this client; FedCLUP: its
                              part in the round (`fedapps.messages.plans`); ``generation`` of a sum over all clients
 up          ``arrays``       trainable tensors after local training; FedPM: only those without a curvature
-                             block; FedCLUP: personal ones as the change of ``w - w_i``; PSGD: their gradients;
-                             LocalTrain: none
+                             block; FedCLUP: personal ones as the change of ``w - w_i``; PSGD, FedNL: their gradients;
+                             FedNL with sampled clients: the change of ``q_i``; FedNew: ``y_i``; LocalTrain: none
 up          ``buffers``      buffers after local training (absent if the model has none)
 up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``; ``store-lost`` from a client that has
                              lost what it kept over rounds, ``rebuilt`` from one whose replica went astray, ``step-limit``
                              from one whose step on a loss with a pull is not below that number
 both        ``control``      SCAFFOLD: ``c``; up: the change of ``c_i``, and in ``arrays`` that of the model
-both        any other name   what one method sends: curvature blocks (`fedapps.messages.blocks`), the line search
+down        ``direction``    that of a line search; FedNew: ``y`` of the last round. ``own-direction``: that of the
+                             client's last folded round, where it is another one
+both        any other name   what one method sends: curvature blocks (`fedapps.messages.blocks`), what is new of a Hessian
+                             (`fedapps.messages.hessians`), the line search
                              (`fedapps.messages.line_search`), journal and scalars (`fedapps.messages.scalars`)
 ==========  ===============  =======================================================================================
 
@@ -48,6 +51,10 @@ METRICS = "metrics"
 NUM_EXAMPLES = "num-examples"
 CONTROL = "control"
 """SCAFFOLD's control variate: the server's in its message, the change of the client's own in a reply."""
+
+DIRECTION = "direction"
+OWN_DIRECTION = "own-direction"
+"""Directions by name, down: that of a line search, or FedNew's ``y``; and its ``y`` of the client's last folded round."""
 
 SERVER_ROUND = "server-round"
 GENERATION = "generation"

@@ -9,8 +9,10 @@ from typing import Literal
 
 from pydantic import field_validator
 
+from fedapps.curvature.compressors import Compressor, Identity, RankR, TopK
+from fedapps.errors import SettingsError
 from fedapps.methods.row import Method
-from fedapps.settings import Scalar, SettingsModel, setting
+from fedapps.settings import RoundSettings, Scalar, SettingsModel, setting
 
 
 class SecondOrderSettings(SettingsModel):
@@ -100,6 +102,86 @@ class FedPMSettings(SecondOrderSettings):
         return rows
 
 
+class DenseHessianSettings(SettingsModel):
+    """Settings of the methods whose clients hold a Hessian of all weights."""
+
+    curvature: Literal["auto", "exact", "gauss-newton"] = setting(
+        "gauss-newton",
+        "Hessian of a torch model: exact, the Gauss-Newton matrix (without negative eigenvalues), or exact up to 1000 weights "
+        "(auto)",
+    )
+
+
+class FedNLSettings(DenseHessianSettings):
+    """Settings of FedNL."""
+
+    compressor: Literal["rank-r", "top-k", "identity"] = setting(
+        "rank-r", "what a client sends of the difference between its Hessian and what it has learned of it"
+    )
+    rank: int = setting(1, "eigenvalues and eigenvectors that rank-r sends", ge=1)
+    k: int = setting(0, "entries of the upper triangle that top-k sends; 0 = as many as the model has weights", ge=0)
+    option: int = setting(
+        2,
+        "step: 1 = eigenvalues of H below mu are raised to it; 2 = H + l I, with the clients' mean error l",
+        ge=1,
+        le=2,
+    )
+    mu: float = setting(
+        0.0,
+        "bound of the eigenvalues from below (option 2: of those that l leaves below it); 0 = the penalty of a convex task",
+        ge=0,
+        tuned=True,
+    )
+    alpha: float = setting(1.0, "share of the compressed difference that is learned", gt=0, le=1)
+    initial: Literal["exact", "zero"] = setting(
+        "exact", "H_i at the start: the client's Hessian, sent in full with its first reply, or zero"
+    )
+    hessian: Literal["previous", "latest"] = setting(
+        "previous",
+        "H of a step: from before the differences of its round (the paper), or after them; partial participation: latest",
+    )
+    line_search: bool = setting(False, "halve the step until the clients' mean loss falls enough")
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """The steps that the line search tries, in this order."""
+        return tuple(2.0**-k for k in range(21))
+
+    def compressor_of(self, d: int) -> Compressor:
+        """Give the compressor for ``d`` weights."""
+        if self.compressor == "identity":
+            return Identity()
+        return RankR(self.rank) if self.compressor == "rank-r" else TopK(self.k or d)
+
+    def check_with(self, settings: RoundSettings) -> None:
+        """Refuse what the paper's algorithms do not put together."""
+        if settings.fraction_train < 1 and (self.option == 1 or self.line_search):
+            key, value = ("option", 1) if self.option == 1 else ("line-search", "true")
+            raise SettingsError(
+                f"setting 'fednl.{key}'",
+                expected="option 2 without a line search, which is what FedNL has for fraction-train < 1",
+                got=f"{value} with fraction-train = {settings.fraction_train:g}",
+                do="leave it out, or set fraction-train=1",
+            )
+        if self.initial == "zero" and self.option == 1 and not self.line_search:
+            raise SettingsError(
+                "setting 'fednl.initial'",
+                expected="exact with option 1: the first steps from a Hessian of zero are gradients divided by mu",
+                got="zero",
+                do="set fednl.option=2 or fednl.line-search=true",
+            )
+
+
+class FedNewSettings(DenseHessianSettings):
+    """Settings of FedNew."""
+
+    alpha: float = setting(0.01, "damping of the Newton direction", ge=0, tuned=True)
+    rho: float = setting(
+        0.01, "penalty of a client's direction for differing from the clients' last one", gt=0, tuned=True
+    )
+    refresh: int = setting(1, "folded rounds of a client that use one Hessian; 0 = the first one serves for good", ge=0)
+
+
 PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
 """FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
 
@@ -150,5 +232,45 @@ METHODS: tuple[Method, ...] = (
         client="fedapps.client_apps.localnewton:train",
         group="localnewton",
         own_settings=LocalNewtonSettings,
+    ),
+    Method(
+        name="fednl",
+        title="FedNL",
+        family="second order",
+        mixing="theta - [H]_mu^-1 g or theta - (H + l I)^-1 g, with H = sum p_i H_i learned from the S_i",
+        travels_down="model (line search: it and the direction again)",
+        travels_up="gradient g_i and S_i = C(Hessian - H_i); once H_i in full (line search: losses)",
+        client_state="H_i (partial participation: and q_i)",
+        paper="Safaryan et al., ICML 2022, arXiv 2106.02969",
+        strategy="fedapps.strategies.fednl:FedNL",
+        client="fedapps.client_apps.fednl:train",
+        group="fednl",
+        own_settings=FedNLSettings,
+        tuned={
+            "convex": {"lr": 1.0, "mu": 0.0},
+            "torch": {"lr": 1.0, "mu": 0.1},
+            # Only adapters are small enough.
+            "language": {"lr": 0.01},
+        },
+    ),
+    Method(
+        name="fednew",
+        title="FedNew",
+        family="second order",
+        mixing="theta - eta y, with y = sum p_i y_i by one pass of ADMM a round",
+        travels_down="model, y of the last round and of the client's last folded one",
+        travels_up="direction y_i",
+        client_state="dual variable, y_i (and Hessian, if it is refreshed more rarely than every round)",
+        paper="Elgabli et al., ICML 2022, arXiv 2206.08829",
+        strategy="fedapps.strategies.fednew:FedNew",
+        client="fedapps.client_apps.fednew:train",
+        group="fednew",
+        own_settings=FedNewSettings,
+        tuned={
+            "convex": {"lr": 1.0, "alpha": 0.01, "rho": 0.01},
+            "torch": {"lr": 1.0, "alpha": 0.1, "rho": 0.1},
+            # Only adapters are small enough.
+            "language": {"lr": 0.01},
+        },
     ),
 )

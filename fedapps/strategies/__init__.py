@@ -6,6 +6,8 @@ from fedapps.strategies.ditto import Ditto
 from fedapps.strategies.fedavg import FedAvg
 from fedapps.strategies.fedavgm import FedAvgM
 from fedapps.strategies.fedclup import FedCLUP
+from fedapps.strategies.fednew import FedNew
+from fedapps.strategies.fednl import FedNL
 from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedpm import FedPM
 from fedapps.strategies.fedprox import FedProx
@@ -25,6 +27,8 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedCLUP",
+    "FedNL",
+    "FedNew",
     "FedPM",
     "FedProx",
     "FedYogi",

@@ -15,39 +15,23 @@ candidate comes up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from fedapps.curvature.layout import Layout
-from fedapps.curvature.line_search import along, choose_step
+from fedapps.curvature.line_search import choose_step
 from fedapps.errors import SettingsError
 from fedapps.messages.blocks import LAYOUT, read_layout
-from fedapps.messages.line_search import read_losses, search_records
 from fedapps.messages.schema import Arrays, Reply
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RunFiles
 from fedapps.strategies.layouts import Layouts
+from fedapps.strategies.line_search import ONE_EXCHANGE, LineSearch
 from fedapps.strategies.mean import MeanStrategy
 from fedapps.strategies.rounds import FollowUp
 from fedapps.tasks.base import Task, TaskKind
-
-
-@dataclass
-class _Search:
-    """The line search of a round.
-
-    Attributes:
-        start: The model at step 0: the old parameters, and the buffers of the mean.
-        direction: Name -> mean minus old value, of every parameter.
-        losses: Partition -> its losses at step 0 and at the candidates.
-    """
-
-    start: Arrays
-    direction: Arrays
-    losses: dict[int, list[float]] = field(default_factory=dict)
 
 
 class LocalNewton(MeanStrategy):
@@ -79,7 +63,7 @@ class LocalNewton(MeanStrategy):
         self.steps = tuple(steps)
         self._convex_only = convex_only
         self.layouts = Layouts(self.roster, self.rounds)
-        self._search: _Search | None = None
+        self._search: LineSearch | None = None
 
     @override
     @classmethod
@@ -134,17 +118,17 @@ class LocalNewton(MeanStrategy):
         if not self.steps or not enough or self._search is not None:
             return None
         mean = self.mean()
-        self._search = _Search(
+        self._search = LineSearch(
             start={name: old if name in self._parameters else mean[name] for name, old in self._model.items()},
             direction={name: mean[name] - old for name, old in self._model.items() if name in self._parameters},
+            steps=self.steps,
         )
-        records = search_records(self._search.start, self._search.direction, self.steps)
-        return FollowUp("line search", dict.fromkeys(self._weights, records))
+        return self._search.ask(self._weights)
 
     @override
     def answer(self, reply: Reply) -> None:
         if self._search is not None:
-            self._search.losses[reply.partition] = read_losses(reply, len(self.steps))
+            self._search.take(reply)
 
     @override
     def finish(self) -> Arrays:
@@ -153,12 +137,6 @@ class LocalNewton(MeanStrategy):
         search, self._search = self._search, None
         if search is None:
             if self.steps:
-                self.rounds.note("no line search, since only one exchange a round is possible here: the step is 1")
+                self.rounds.note(ONE_EXCHANGE)
             return self.mean()
-        chosen = choose_step(self.steps, search.losses, self._weights)
-        self.rounds.report.values |= {
-            "line-search-step": chosen.step,
-            "line-search-loss": chosen.loss,
-            "line-search-start-loss": chosen.start_loss,
-        }
-        return along(search.start, search.direction, chosen.step)
+        return search.moved(lambda losses: choose_step(self.steps, losses, self._weights), self.rounds)

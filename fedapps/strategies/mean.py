@@ -3,11 +3,13 @@ r"""The weighted mean of what clients send, :math:`\sum_i p_i \theta_i`, which s
 from __future__ import annotations
 
 import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 from typing_extensions import override
 
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.messages.schema import ARRAYS, Announced, Arrays, Reply, check_complete
-from fedapps.strategies.base import RoundStrategy
+from fedapps.strategies.base import RoundStrategy, lr_of
 
 
 class MeanStrategy(RoundStrategy):
@@ -68,6 +70,24 @@ class ChangeStrategy(MeanStrategy):
             name: mean if name in self._buffers else _moved(self._model[name], step, mean)
             for name, mean in self.mean().items()
         }
+
+
+class SteppingStrategy(ChangeStrategy):
+    """Takes the step itself, with the learning rate in force, along what clients send in place of trainable tensors."""
+
+    lr: float
+
+    @override
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Compose the messages of a round, as `RoundStrategy` does.
+
+        Raises:
+            MessageError: ``lr``, the server's step, is missing in the config.
+        """
+        self.lr = lr_of(config)
+        return super().configure_train(server_round, arrays, config, grid)
 
 
 def _moved(theta: np.ndarray, step: float, change: np.ndarray) -> np.ndarray:

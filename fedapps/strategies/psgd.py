@@ -8,16 +8,13 @@ client is in `fedapps.client_apps.psgd`.
 
 from __future__ import annotations
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 from typing_extensions import override
 
 from fedapps.messages.schema import Arrays
-from fedapps.strategies.base import lr_of
-from fedapps.strategies.mean import ChangeStrategy
+from fedapps.strategies.mean import SteppingStrategy
 
 
-class PSGD(ChangeStrategy):
+class PSGD(SteppingStrategy):
     """A gradient step from the weighted mean of the clients' gradients; buffers follow the plain mean or the maximum.
 
     Example:
@@ -26,17 +23,5 @@ class PSGD(ChangeStrategy):
     """
 
     @override
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Compose the messages of a round, as `RoundStrategy` does.
-
-        Raises:
-            MessageError: ``lr``, the server's step, is missing in the config.
-        """
-        self._lr = lr_of(config)
-        return super().configure_train(server_round, arrays, config, grid)
-
-    @override
     def finish(self) -> Arrays:
-        return self.moved(-self._lr)
+        return self.moved(-self.lr)

@@ -43,6 +43,8 @@ PROMISED: Mapping[str, Promise] = {
     "localnewton": MODEL_ONLY,
     "scaffold": Promise({"arrays": MODEL, "control": MODEL}, {"arrays": MODEL, "control": MODEL}, state=MODEL),
     "fedpm": Promise(up={"arrays": 0, "products": MODEL, "curvature": TRIANGLE}),
+    "fednl": Promise(up={"arrays": MODEL, "hessian-change": 8 * (D + 1)}, state=TRIANGLE),
+    "fednew": Promise({"arrays": MODEL, "direction": MODEL}, state=2 * MODEL),
     "fedclup": Promise(state=2 * MODEL),
     "pfedme": PERSONAL,
     "ditto": PERSONAL,
