@@ -75,9 +75,8 @@ class LogisticRegression:
 
     def hessian(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
         """Compute the Hessian, ``(d, d)``, dense and symmetric."""
-        margins = self._margins(theta)
-        # expit(m) expit(-m) = s (1 - s) without cancellation; its root makes the product exactly symmetric.
-        roots = np.sqrt(expit(margins) * expit(-margins) / len(self._y))
+        # By roots of the weights, which makes the product exactly symmetric.
+        roots = np.sqrt(self._weights(theta))
         if isinstance(self._X, np.ndarray):
             R = roots[:, None] * self._X
             data_term = R.T @ R
@@ -86,6 +85,18 @@ class LogisticRegression:
             data_term = (R.T @ R).toarray()
         hessian: NDArray[np.float64] = data_term + self._lam * np.eye(self._X.shape[1])
         return hessian
+
+    def hessian_product(self, theta: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute the Hessian times ``v``, both ``(d,)``, without the matrix."""
+        product: NDArray[np.float64] = self._X.T @ (self._weights(theta) * (self._X @ v)) + self._lam * v
+        return product
+
+    def _weights(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute :math:`s (1 - s) / n` of every example, ``(n,)``."""
+        margins = self._margins(theta)
+        # expit(m) expit(-m) = s (1 - s) without cancellation.
+        weights: NDArray[np.float64] = expit(margins) * expit(-margins) / len(self._y)
+        return weights
 
     def _margins(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
         margins: NDArray[np.float64] = self._y * (self._X @ theta)

@@ -65,6 +65,21 @@ def check_dense(d: int, where: str, *, do: str) -> None:
         )
 
 
+def hessian_product(objective: Objective, theta: Vector, v: Vector, where: str, *, do: str) -> Vector:
+    """Compute the Hessian at ``theta`` times ``v``, both ``(d,)``.
+
+    By the objective's own ``hessian_product(theta, v)`` if it has one, which no matrix is made for, else by its Hessian.
+
+    Raises:
+        CurvatureError: It has none, and its Hessian is too large; see `check_dense`.
+    """
+    product = getattr(objective, "hessian_product", None)
+    if product is not None:
+        return np.asarray(product(theta, v))
+    check_dense(len(theta), where, do=do)
+    return objective.hessian(theta) @ v
+
+
 class NewtonSteps(NamedTuple):
     """What `newton_steps` gives."""
 

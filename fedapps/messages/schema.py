@@ -12,7 +12,8 @@ up          ``arrays``       trainable tensors after local training; FedPM: only
 up          ``buffers``      buffers after local training (absent if the model has none)
 up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``; ``store-lost`` from a client that has
                              lost what it kept over rounds, ``rebuilt`` from one whose replica went astray, ``step-limit``
-                             from one whose step on a loss with a pull is not below that number
+                             from one whose step on a loss with a pull is not below that number; LTDA:
+                             ``plain-steps``, steps without curvature
 both        ``control``      SCAFFOLD: ``c``; up: the change of ``c_i``, and in ``arrays`` that of the model
 both        any other name   what one method sends: curvature blocks (`fedapps.messages.blocks`), the line search
                              (`fedapps.messages.line_search`), journal and scalars (`fedapps.messages.scalars`)
@@ -54,6 +55,7 @@ GENERATION = "generation"
 STORE_LOST = "store-lost"
 STEP_LIMIT = "step-limit"
 REBUILT = "rebuilt"
+PLAIN_STEPS = "plain-steps"
 
 MOST_METRICS = 200
 LONGEST_NAME = 200

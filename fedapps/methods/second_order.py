@@ -100,6 +100,18 @@ class FedPMSettings(SecondOrderSettings):
         return rows
 
 
+class LtdaSettings(SettingsModel):
+    """Settings of LTDA."""
+
+    damping: float = setting(
+        0.1,
+        "least absolute value of the diagonal that a step divides by; lr <= 2 damping / L is stable",
+        gt=0,
+        tuned=True,
+    )
+    eps: float = setting(1e-8, "an h_11 of smaller absolute value counts as zero, and the step is a plain one", gt=0)
+
+
 PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
 """FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
 
@@ -150,5 +162,23 @@ METHODS: tuple[Method, ...] = (
         client="fedapps.client_apps.localnewton:train",
         group="localnewton",
         own_settings=LocalNewtonSettings,
+    ),
+    _method(
+        name="ltda",
+        title="LTDA",
+        mixing="simple mean of theta_i",
+        travels_down="model",
+        travels_up="model",
+        paper="Sen, Mohan & Qin, PReMI 2023",
+        strategy="fedapps.strategies.ltda:LTDA",
+        client="fedapps.client_apps.ltda:train",
+        layout="",
+        group="ltda",
+        own_settings=LtdaSettings,
+        tuned={
+            "convex": {"lr": 1.0, "damping": 1.0},
+            "torch": {"lr": 0.1, "damping": 0.1},
+            "language": {"lr": 1e-3, "damping": 1.0},
+        },
     ),
 )

@@ -42,6 +42,10 @@ class Quadratic:
         """Give ``A``, ``(d, d)``."""
         return self.A
 
+    def hessian_product(self, theta: Vector, v: Vector) -> Vector:
+        """Compute ``A v``, ``(d,)``."""
+        return self.A @ v
+
 
 @dataclass(frozen=True)
 class JointMinimiser:

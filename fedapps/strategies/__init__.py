@@ -12,11 +12,13 @@ from fedapps.strategies.fedprox import FedProx
 from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.localnewton import LocalNewton
 from fedapps.strategies.localtrain import LocalTrain
+from fedapps.strategies.ltda import LTDA
 from fedapps.strategies.pfedme import PFedMe
 from fedapps.strategies.psgd import PSGD
 from fedapps.strategies.scaffold import SCAFFOLD
 
 __all__ = [
+    "LTDA",
     "PSGD",
     "SCAFFOLD",
     "Ditto",
