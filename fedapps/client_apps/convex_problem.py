@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from typing_extensions import override
@@ -25,7 +26,7 @@ from fedapps.client_apps.problem import (
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.blocks import Block, WireDtype, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout
-from fedapps.curvature.newton import Objective, check_dense, hessian_product, minimise, newton_steps
+from fedapps.curvature.newton import Labelled, Objective, check_dense, hessian_product, minimise, newton_steps
 from fedapps.errors import TaskError
 from fedapps.messages.schema import Arrays
 from fedapps.methods.personalised import GIVEN_GAMMA, GIVEN_LAMBDA
@@ -51,6 +52,7 @@ class ConvexBatch(Batch):
     num_examples: int
     objective: Objective
     theta: np.ndarray
+    labels: np.random.Generator
     where: str
 
     @property
@@ -63,6 +65,10 @@ class ConvexBatch(Batch):
         e_1 = np.zeros_like(self.theta)
         e_1[0] = 1.0
         return {WEIGHTS: hessian_product(self.objective, self.theta, e_1, self.where, do=FIRST_ORDER)}
+
+    @override
+    def sampled_gradient(self) -> Tensors:
+        return {WEIGHTS: cast("Labelled", self.objective).sampled_gradient(self.theta, self.labels)}
 
 
 class ConvexProblem(LocalProblem):
@@ -126,8 +132,9 @@ class ConvexProblem(LocalProblem):
     def descend_by(self, start: Arrays, rule: Rule, state: Mapping[str, Arrays] | None = None) -> Stepped:
         theta: Tensors = {WEIGHTS: start[WEIGHTS]}
         held: State = state or {}
+        labels = self._work.labels()
         for k, indices in enumerate(self._work.batches()):
-            batch = ConvexBatch(k, len(indices), self._part(indices), theta[WEIGHTS], self._work.where)
+            batch = ConvexBatch(k, len(indices), self._part(indices), theta[WEIGHTS], labels, self._work.where)
             theta, held = rule(theta, held, batch)
         trained = self._trained(theta[WEIGHTS])
         return Stepped(trained.arrays, {}, trained.loss, {name: dict(tensors) for name, tensors in held.items()})

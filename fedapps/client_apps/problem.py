@@ -111,6 +111,12 @@ class Batch(Protocol):
             CurvatureError: The objective has its Hessian as a whole only, which is too large.
         """
 
+    def sampled_gradient(self) -> Tensors:
+        """Compute the gradient of the batch's loss, without regularisation, at labels that are drawn from the model.
+
+        The task must pass `fedapps.tasks.base.Task.check_sampling`.
+        """
+
 
 Rule: TypeAlias = Callable[[Tensors, State, Batch], "tuple[Tensors, State]"]
 """A local step: model, state and batch -> the new model and state, none of them changed in place."""

@@ -56,6 +56,8 @@ class TorchBatch(Batch):
     parameters: Mapping[str, nn.Parameter]
     loss: Callable[[], Tensor]
     """Computes the loss of the batch anew; `gradient` is that of an earlier pass, with other draws of dropout."""
+    sampled_loss: Callable[[], Tensor]
+    """Likewise, at labels drawn from the model."""
     where: str
 
     @property
@@ -76,6 +78,14 @@ class TorchBatch(Batch):
                 return {name: torch.zeros_like(p) for name, p in self.parameters.items()}
             row = torch.autograd.grad(g_1, parameters, allow_unused=True, materialize_grads=True)
         return dict(zip(self.parameters, row, strict=True))
+
+    @override
+    def sampled_gradient(self) -> Tensors:
+        with no_traces(self.model):
+            found = torch.autograd.grad(
+                self.sampled_loss(), list(self.parameters.values()), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(self.parameters, found, strict=True))
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
@@ -182,11 +192,12 @@ class TorchProblem(LocalProblem):
             kind: {name: array_tensor(arrays[name], p) for name, p in parameters.items()}
             for kind, arrays in (state or {}).items()
         }
+        labels = torch.Generator(self._work.device).manual_seed(int(self._work.labels().integers(2**63)))
 
         def take_step(data: Data) -> None:
             nonlocal held, taken
-            loss = partial(self._loss, model, data)
-            batch = TorchBatch(taken, len(data), model, parameters, loss, self._work.where)
+            loss, sampled = partial(self._loss, model, data), partial(self._sampled_loss, model, data, labels)
+            batch = TorchBatch(taken, len(data), model, parameters, loss, sampled, self._work.where)
             moved, held = rule({name: p.detach() for name, p in parameters.items()}, held, batch)
             taken += 1
             with torch.no_grad():
@@ -364,6 +375,12 @@ class TorchProblem(LocalProblem):
         inputs, targets = self._task.tensors(batch, self._work.device)
         with _batch_norm_fits(model, len(batch)):
             return self._task.loss(model, inputs, targets)
+
+    def _sampled_loss(self, model: nn.Module, batch: Data, labels: torch.Generator) -> Tensor:
+        inputs, _ = self._task.tensors(batch, self._work.device)
+        with _batch_norm_fits(model, len(batch)):
+            outputs = self._task.outputs(model, inputs)
+        return self._task.criterion(outputs, self._task.sample_targets(outputs.detach(), labels))
 
     def _show_all(self, model: nn.Module, foof: FoofPreconditioner) -> None:
         """Show all of the client's examples to the preconditioner, in order."""

@@ -73,6 +73,12 @@ class LogisticRegression:
         gradient: NDArray[np.float64] = self._X.T @ slopes + self._lam * theta
         return gradient
 
+    def sampled_gradient(self, theta: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
+        """Compute the gradient, ``(d,)``, without the penalty, at labels drawn with ``P(y_j = 1) = s_j``."""
+        s = expit(self._X @ theta)
+        gradient: NDArray[np.float64] = self._X.T @ (s - (random.random(len(s)) < s)) / len(s)
+        return gradient
+
     def hessian(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
         """Compute the Hessian, ``(d, d)``, dense and symmetric."""
         # By roots of the weights, which makes the product exactly symmetric.

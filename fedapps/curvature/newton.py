@@ -49,6 +49,13 @@ class Objective(Protocol):
         """Compute the Hessian, ``(d, d)``."""
 
 
+class Labelled(Objective, Protocol):
+    """An objective of examples whose labels the model gives a distribution: its loss is their mean negative log-likelihood."""
+
+    def sampled_gradient(self, theta: Vector, random: np.random.Generator) -> Vector:
+        """Compute the gradient, ``(d,)``, without regularisation, at labels drawn from the model at ``theta``."""
+
+
 def check_dense(d: int, where: str, *, do: str) -> None:
     """Refuse a dense ``(d, d)`` matrix in float64 of more than `MOST_DENSE_BYTES`, before allocating it; ``do`` is the way out.
 

@@ -112,6 +112,17 @@ class LtdaSettings(SettingsModel):
     eps: float = setting(1e-8, "an h_11 of smaller absolute value counts as zero, and the step is a plain one", gt=0)
 
 
+class FedSophiaSettings(SettingsModel):
+    """Settings of FedSophia."""
+
+    beta_1: float = setting(0.9, "weight of the past in the average m of gradients", ge=0, le=0.999)
+    beta_2: float = setting(0.95, "weight of the past in the average v of curvature", ge=0, le=0.9999)
+    refresh: int = setting(10, "local steps from one estimate of the curvature to the next (tau), over rounds", ge=1)
+    rho: float = setting(0.04, "largest step of a weight, in units of lr", gt=0, tuned=True)
+    eps: float = setting(1e-12, "least curvature that is divided by", gt=0)
+    weight_decay: float = setting(0.0, "decoupled weight decay: lr weight-decay theta is taken off", ge=0)
+
+
 PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
 """FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
 
@@ -179,6 +190,25 @@ METHODS: tuple[Method, ...] = (
             "convex": {"lr": 1.0, "damping": 1.0},
             "torch": {"lr": 0.1, "damping": 0.1},
             "language": {"lr": 1e-3, "damping": 1.0},
+        },
+    ),
+    _method(
+        name="fedsophia",
+        title="FedSophia",
+        mixing="simple mean of theta_i",
+        travels_down="model",
+        travels_up="model",
+        client_state="averages m, v of gradients and curvature",
+        paper="Elbakary et al. 2024, arXiv 2406.06655",
+        strategy="fedapps.strategies.fedsophia:FedSophia",
+        client="fedapps.client_apps.fedsophia:train",
+        layout="",
+        group="fedsophia",
+        own_settings=FedSophiaSettings,
+        tuned={
+            "convex": {"lr": 1.0, "rho": 0.04},
+            "torch": {"lr": 0.1, "rho": 0.04},
+            "language": {"lr": 1e-3, "rho": 0.04},
         },
     ),
 )

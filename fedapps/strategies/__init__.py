@@ -9,6 +9,7 @@ from fedapps.strategies.fedclup import FedCLUP
 from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedpm import FedPM
 from fedapps.strategies.fedprox import FedProx
+from fedapps.strategies.fedsophia import FedSophia
 from fedapps.strategies.hiso import HiSo
 from fedapps.strategies.localnewton import LocalNewton
 from fedapps.strategies.localtrain import LocalTrain
@@ -29,6 +30,7 @@ __all__ = [
     "FedCLUP",
     "FedPM",
     "FedProx",
+    "FedSophia",
     "FedYogi",
     "HiSo",
     "LocalNewton",

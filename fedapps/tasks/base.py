@@ -245,6 +245,22 @@ class Task(ABC):
         """Say which elements of trainable tensors zeroth-order methods never move: name -> ranges of the flattened tensor."""
         return {}
 
+    def check_sampling(self) -> None:
+        """Refuse a task whose loss does not say how the model would draw labels, which FedSophia's curvature needs.
+
+        Raises:
+            TaskError: Why they cannot be drawn, and what to do.
+        """
+        raise self._no_sampling("labels that the model gives a distribution", "a task of another kind")
+
+    def _no_sampling(self, expected: str, got: str) -> TaskError:
+        return TaskError(
+            f"task '{self.name}', curvature from labels that are drawn from the model",
+            expected=expected,
+            got=got,
+            do="write it, or take another method: ltda, fedpm or fedavg",
+        )
+
     @abstractmethod
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:
         """Measure a model: ``loss`` and metrics, means over the examples; nothing if there are no examples.

@@ -65,6 +65,16 @@ class ConvexTask(Task):
                 do="map the two classes to -1 and +1 in load()",
             )
 
+    @override
+    def check_sampling(self) -> None:
+        """Refuse an objective without `fedapps.curvature.newton.Labelled.sampled_gradient`."""
+        objective = self.objective(self._pool.take(np.arange(1)))
+        if not hasattr(objective, "sampled_gradient"):
+            raise self._no_sampling(
+                "an objective with sampled_gradient(theta, random), as those of logistic regression and least squares",
+                f"{type(objective).__name__}, which has none",
+            )
+
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:
         r"""Measure a fit to some examples, for the choice of ``lambda`` in FedCLUP.
 
