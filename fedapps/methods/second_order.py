@@ -188,7 +188,7 @@ METHODS: tuple[Method, ...] = (
         own_settings=LtdaSettings,
         tuned={
             "convex": {"lr": 1.0, "damping": 1.0},
-            "torch": {"lr": 0.1, "damping": 0.1},
+            "torch": {"lr": 0.1, "damping": 0.3},
             "language": {"lr": 1e-3, "damping": 1.0},
         },
     ),

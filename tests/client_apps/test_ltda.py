@@ -129,6 +129,7 @@ def test_where_the_first_feature_is_absent_steps_are_plain_and_counted(cls: type
     assert content["metrics"]["plain-steps"] == 6
 
 
+@pytest.mark.slow
 def test_rounds_are_the_mean_of_the_clients_steps(tmp_path: Path) -> None:
     """Three rounds of three clients with two full-batch steps each."""
     config = {
