@@ -232,7 +232,7 @@ def reference(rows: list[dict[str, Any]], forgets: tuple[int, int] = (0, 0)) -> 
             if (row["round"], i) == forgets:
                 kept[i] = {"m": np.zeros(4), "v": np.zeros(4), "steps": 0}
             local, m, v, steps = theta, *kept[i].values()
-            random = generator(0, row["round"], i, 4)  # the labels' stream: seed, round, client
+            random = generator(0, row["round"], i, 5)  # the labels' stream: seed, round, client
             for _ in range(2):
                 s = sigmoid(X @ local)
                 m = B1 * m + (1 - B1) * (X.T @ (s - (y > 0)) / len(y) + LAM * local)
