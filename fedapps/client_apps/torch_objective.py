@@ -96,9 +96,7 @@ class TorchObjective:
             CurvatureError: It is too large to be held.
             TaskError: torch cannot differentiate the model in this way.
         """
-        check_dense(
-            self._d, self._where, do="take a method with FOOF blocks (fedpm, localnewton), or a first-order one"
-        )
+        self._check_size()
         if self.kind is Hessian.EXACT:
             return self._exact(theta)
         total = np.zeros((self._d, self._d))
@@ -113,7 +111,13 @@ class TorchObjective:
             CurvatureError: It is too large to be held.
             TaskError: As `hessian`.
         """
+        self._check_size()
         return np.concatenate(list(self._roots(theta)))
+
+    def _check_size(self) -> None:
+        check_dense(
+            self._d, self._where, do="take a method with FOOF blocks (fedpm, localnewton), or a first-order one"
+        )
 
     def _exact(self, theta: Vector) -> Matrix:
         total = np.zeros((self._d, self._d))

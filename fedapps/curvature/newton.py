@@ -56,6 +56,13 @@ class Labelled(Objective, Protocol):
         """Compute the gradient, ``(d,)``, without regularisation, at labels drawn from the model at ``theta``."""
 
 
+class Rooted(Objective, Protocol):
+    """An objective that knows a square root of its Hessian's data term."""
+
+    def square_root(self, theta: Vector) -> Matrix:
+        r"""Compute ``R``, ``(rows, d)``, with :math:`R'R` the Hessian at ``theta`` less that of the regularisation."""
+
+
 def check_dense(d: int, where: str, *, do: str) -> None:
     """Refuse a dense ``(d, d)`` matrix in float64 of more than `MOST_DENSE_BYTES`, before allocating it; ``do`` is the way out.
 

@@ -15,6 +15,7 @@ up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``
                              from one whose step on a loss with a pull is not below that number; LTDA:
                              ``plain-steps``, steps without curvature
 both        ``control``      SCAFFOLD: ``c``; up: the change of ``c_i``, and in ``arrays`` that of the model
+up          ``sketch``       FedNS: ``Y_i`` by tensor, ``k`` rows of each, and in ``arrays`` the gradients
 both        any other name   what one method sends: curvature blocks (`fedapps.messages.blocks`), the line search
                              (`fedapps.messages.line_search`), journal and scalars (`fedapps.messages.scalars`)
 ==========  ===============  =======================================================================================
@@ -49,6 +50,9 @@ METRICS = "metrics"
 NUM_EXAMPLES = "num-examples"
 CONTROL = "control"
 """SCAFFOLD's control variate: the server's in its message, the change of the client's own in a reply."""
+
+SKETCH = "sketch"
+"""FedNS's sketched square root of the Hessian."""
 
 SERVER_ROUND = "server-round"
 GENERATION = "generation"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -123,6 +123,18 @@ class FedSophiaSettings(SettingsModel):
     weight_decay: float = setting(0.0, "decoupled weight decay: lr weight-decay theta is taken off", ge=0)
 
 
+class FedNSSettings(SettingsModel):
+    """Settings of FedNS."""
+
+    curvature: ClassVar[str] = "gauss-newton"
+    """Only this matrix of a torch model has a square root."""
+
+    sketch: Literal["gaussian", "srht", "count-sketch"] = setting("srht", "how the square root is sketched")
+    size: int = setting(0, "rows k of the sketch; 0 = as many as there are weights", ge=0)
+    shared: bool = setting(False, "whether all clients of a round draw their sketches alike; else each its own")
+    damping: float = setting(0.0, "added to the diagonal, beside the regularisation of a convex task", ge=0, tuned=True)
+
+
 PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
 """FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
 
@@ -209,6 +221,24 @@ METHODS: tuple[Method, ...] = (
             "convex": {"lr": 1.0, "rho": 0.04},
             "torch": {"lr": 0.1, "rho": 0.04},
             "language": {"lr": 1e-3, "rho": 0.04},
+        },
+    ),
+    _method(
+        name="fedns",
+        title="FedNS",
+        mixing="theta - eta [sum p_i Y_i'Y_i + lambda I]^-1 sum p_i g_i",
+        travels_down="model",
+        travels_up="gradient g_i and sketched square root Y_i of its Hessian",
+        paper="Li et al., AAAI 2024, arXiv 2401.02734",
+        strategy="fedapps.strategies.fedns:FedNS",
+        client="fedapps.client_apps.fedns:train",
+        layout="",
+        group="fedns",
+        own_settings=FedNSSettings,
+        tuned={
+            "convex": {"lr": 0.5, "damping": 0.0},
+            "torch": {"lr": 0.5, "damping": 0.1, "local-epochs": 1},
+            "language": {"lr": 0.01, "damping": 0.1},
         },
     ),
 )

@@ -62,6 +62,10 @@ class LeastSquares(Quadratic):
         n = len(self.X)
         return np.asarray(-self.X.T @ random.standard_normal(n) / n)
 
+    def square_root(self, theta: Vector) -> Matrix:
+        r"""Give :math:`X / \sqrt n`, ``(n, d)``: its Gram matrix is the Hessian without the penalty."""
+        return np.asarray(self.X / np.sqrt(len(self.X)))
+
 
 @dataclass(frozen=True)
 class JointMinimiser:

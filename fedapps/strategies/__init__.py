@@ -6,6 +6,7 @@ from fedapps.strategies.ditto import Ditto
 from fedapps.strategies.fedavg import FedAvg
 from fedapps.strategies.fedavgm import FedAvgM
 from fedapps.strategies.fedclup import FedCLUP
+from fedapps.strategies.fedns import FedNS
 from fedapps.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedapps.strategies.fedpm import FedPM
 from fedapps.strategies.fedprox import FedProx
@@ -28,6 +29,7 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedCLUP",
+    "FedNS",
     "FedPM",
     "FedProx",
     "FedSophia",

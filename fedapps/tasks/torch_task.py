@@ -59,7 +59,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from fedapps.errors import TaskError
-from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind, describe_targets
+from fedapps.tasks.base import ROOT, SAMPLING, Data, Task, TaskConfig, TaskKind, describe_targets
 from fedapps.tasks.splits import Indices
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
 
@@ -129,11 +129,19 @@ class TorchTask(Task):
     @override
     def check_sampling(self) -> None:
         """Refuse a `loss` of one's own, and a `criterion` of one's own without `sample_targets`."""
+        self._check_loss(SAMPLING)
         cls = type(self)
-        if cls.loss is not TorchTask.loss:
-            raise self._no_sampling("a loss that outputs() and criterion() give", "a loss() of its own")
         if cls.criterion is not TorchTask.criterion and cls.sample_targets is TorchTask.sample_targets:
-            raise self._no_sampling("sample_targets() beside criterion()", "a criterion() of its own alone")
+            raise self._lacks(SAMPLING, "sample_targets() beside criterion()", "a criterion() of its own alone")
+
+    @override
+    def check_square_root(self) -> None:
+        """Refuse a `loss` of one's own: the root is that of the Gauss-Newton matrix, which is about the outputs."""
+        self._check_loss(ROOT)
+
+    def _check_loss(self, what: str) -> None:
+        if type(self).loss is not TorchTask.loss:
+            raise self._lacks(what, "a loss that outputs() and criterion() give", "a loss() of its own")
 
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute what an evaluation reports for one batch: ``loss`` and `Task.metric`, scalars, means over the examples.
