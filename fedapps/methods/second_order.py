@@ -119,7 +119,7 @@ class FedSophiaSettings(SettingsModel):
     beta_2: float = setting(0.95, "weight of the past in the average v of curvature", ge=0, le=0.9999)
     refresh: int = setting(10, "local steps from one estimate of the curvature to the next (tau), over rounds", ge=1)
     rho: float = setting(0.04, "largest step of a weight, in units of lr", gt=0, tuned=True)
-    eps: float = setting(1e-12, "least curvature that is divided by", gt=0)
+    eps: float = setting(1e-12, "least curvature that is divided by", gt=0, tuned=True)
     weight_decay: float = setting(0.0, "decoupled weight decay: lr weight-decay theta is taken off", ge=0)
 
 
@@ -218,9 +218,9 @@ METHODS: tuple[Method, ...] = (
         group="fedsophia",
         own_settings=FedSophiaSettings,
         tuned={
-            "convex": {"lr": 1.0, "rho": 0.04},
-            "torch": {"lr": 0.1, "rho": 0.04},
-            "language": {"lr": 1e-3, "rho": 0.04},
+            "convex": {"lr": 0.3, "rho": 1.0, "eps": 0.1},
+            "torch": {"lr": 0.1, "rho": 0.04, "eps": 0.1},
+            "language": {"lr": 1e-3, "rho": 0.04, "eps": 1e-12},
         },
     ),
     _method(

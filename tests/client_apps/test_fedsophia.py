@@ -255,11 +255,11 @@ def refused(reply: Message) -> Message:
 
 
 @pytest.mark.slow
-def test_rounds_go_on_from_the_averages_of_the_last_folded_reply(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fraction", [0.67, 1.0])
+def test_rounds_go_on_from_the_averages_of_the_last_folded_reply(tmp_path: Path, fraction: float) -> None:
     """With sampled clients, replies that are lost, two steps a round and a refresh every third."""
-    run = short_run(
-        tmp_path / "run", ROUNDS, faults={(2, 0): refused, (2, 2): refused, (4, 1): refused, (5, 2): refused}
-    )
+    faults = {(2, 0): refused, (2, 2): refused, (4, 1): refused, (5, 2): refused}
+    run = short_run(tmp_path / "run", {**ROUNDS, "fraction-train": fraction}, faults=faults)
     rows = run.rows("train")
     assert sum(len(row["refused"]) for row in rows) >= 2
     theta, kept = reference(rows)
