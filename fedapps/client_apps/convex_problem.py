@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
-from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
+from fedapps.client_apps.problem import (
+    NO_PULL,
+    Batch,
+    LocalProblem,
+    Preconditioned,
+    Pull,
+    Rule,
+    State,
+    Stepped,
+    Tensors,
+    Trained,
+    warn_of_damping,
+)
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature.blocks import Block, WireDtype, triangle_block
 from fedapps.curvature.layout import BlockSpec, Layout
-from fedapps.curvature.newton import Objective, check_dense, minimise, newton_steps
+from fedapps.curvature.newton import Labelled, Objective, check_dense, hessian_product, minimise, newton_steps
 from fedapps.errors import TaskError
 from fedapps.messages.schema import Arrays
 from fedapps.methods.personalised import GIVEN_GAMMA, GIVEN_LAMBDA
@@ -28,6 +42,33 @@ FIRST_ORDER = (
     " max-width into blocks that fit"
 )
 """What to do instead of full Newton steps."""
+
+
+@dataclass(frozen=True)
+class ConvexBatch(Batch):
+    """The examples of a step, as an objective."""
+
+    step: int
+    num_examples: int
+    objective: Objective
+    theta: np.ndarray
+    labels: np.random.Generator
+    where: str
+
+    @property
+    def gradient(self) -> Tensors:  # type: ignore[override]
+        """Compute the gradient of the objective."""
+        return {WEIGHTS: self.objective.gradient(self.theta)}
+
+    @override
+    def hessian_row(self) -> Tensors:
+        e_1 = np.zeros_like(self.theta)
+        e_1[0] = 1.0
+        return {WEIGHTS: hessian_product(self.objective, self.theta, e_1, self.where, do=FIRST_ORDER)}
+
+    @override
+    def sampled_gradient(self) -> Tensors:
+        return {WEIGHTS: cast("Labelled", self.objective).sampled_gradient(self.theta, self.labels)}
 
 
 class ConvexProblem(LocalProblem):
@@ -86,6 +127,17 @@ class ConvexProblem(LocalProblem):
             weight_decay=self._work.settings.weight_decay,
         )
         return self._trained(theta)
+
+    @override
+    def descend_by(self, start: Arrays, rule: Rule, state: Mapping[str, Arrays] | None = None) -> Stepped:
+        theta: Tensors = {WEIGHTS: start[WEIGHTS]}
+        held: State = state or {}
+        labels = self._work.labels()
+        for k, indices in enumerate(self._work.batches()):
+            batch = ConvexBatch(k, len(indices), self._part(indices), theta[WEIGHTS], labels, self._work.where)
+            theta, held = rule(theta, held, batch)
+        trained = self._trained(theta[WEIGHTS])
+        return Stepped(trained.arrays, {}, trained.loss, {name: dict(tensors) for name, tensors in held.items()})
 
     @override
     def descend_preconditioned(

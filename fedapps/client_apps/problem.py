@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -83,6 +83,56 @@ class Preconditioned(Trained):
     blocks: Callable[[WireDtype], Sequence[Block]]
 
 
+Tensors: TypeAlias = Mapping[str, Any]
+"""Name -> float64 array (convex) or torch tensor on the client's device (torch), in the order of `LocalProblem.names`."""
+
+State: TypeAlias = Mapping[str, Tensors]
+"""What a rule keeps from step to step, such as moments: name -> tensors like those of the model."""
+
+
+class Batch(Protocol):
+    """What a rule can know of the batch of a local step, at the model before that step.
+
+    Attributes:
+        step: Which of the round's steps it is, from 0.
+        num_examples: ``B``.
+        gradient: Gradient of the batch's objective.
+    """
+
+    step: int
+    num_examples: int
+    gradient: Tensors
+
+    def hessian_row(self) -> Tensors:
+        """Compute the first row of the Hessian of the batch's objective, one Hessian-vector product with ``e_1``.
+
+        Raises:
+            TaskError: The model cannot be differentiated twice.
+            CurvatureError: The objective has its Hessian as a whole only, which is too large.
+        """
+
+    def sampled_gradient(self) -> Tensors:
+        """Compute the gradient of the batch's loss, without regularisation, at labels that are drawn from the model.
+
+        The task must pass `fedapps.tasks.base.Task.check_sampling`.
+        """
+
+
+Rule: TypeAlias = Callable[[Tensors, State, Batch], "tuple[Tensors, State]"]
+"""A local step: model, state and batch -> the new model and state, none of them changed in place."""
+
+
+@dataclass(frozen=True)
+class Stepped(Trained):
+    """A model after the steps of a rule.
+
+    Attributes:
+        state: What the rule keeps, as arrays.
+    """
+
+    state: Mapping[str, Arrays]
+
+
 class LocalProblem(Protocol):
     """What a client can do with its own data. ``K``, ``eta``, batches and random draws are those of the round."""
 
@@ -140,6 +190,21 @@ class LocalProblem(Protocol):
 
         Raises:
             TaskError: The loss is not finite.
+        """
+
+    def descend_by(self, start: Arrays, rule: Rule, state: Mapping[str, Arrays] | None = None) -> Stepped:
+        """Take ``K`` steps of a rule on the round's batches.
+
+        Args:
+            start: The model to start from.
+            rule: The step.
+            state: What the rule finds at the first of them; None for nothing.
+
+        Returns:
+            The model and the state after the steps.
+
+        Raises:
+            TaskError: The loss is not finite, or the rule asks the batch for what it cannot give.
         """
 
     def descend_preconditioned(

@@ -11,7 +11,7 @@ equals the Hessian of a model that is linear in its parameters (Schraudolph, Neu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -96,9 +96,7 @@ class TorchObjective:
             CurvatureError: It is too large to be held.
             TaskError: torch cannot differentiate the model in this way.
         """
-        check_dense(
-            self._d, self._where, do="take a method with FOOF blocks (fedpm, localnewton), or a first-order one"
-        )
+        self._check_size()
         if self.kind is Hessian.EXACT:
             return self._exact(theta)
         total = np.zeros((self._d, self._d))
@@ -113,7 +111,13 @@ class TorchObjective:
             CurvatureError: It is too large to be held.
             TaskError: As `hessian`.
         """
+        self._check_size()
         return np.concatenate(list(self._roots(theta)))
+
+    def _check_size(self) -> None:
+        check_dense(
+            self._d, self._where, do="take a method with FOOF blocks (fedpm, localnewton), or a first-order one"
+        )
 
     def _exact(self, theta: Vector) -> Matrix:
         total = np.zeros((self._d, self._d))
@@ -157,13 +161,15 @@ class TorchObjective:
                     yield _numpy(R.reshape(-1, self._d))
 
     def _loss(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        named = {f"model.{name}": value for name, value in self._named(flat).items()}
-        value: Tensor = functional_call(_Loss(self._task, self._model), named, (inputs, targets))
-        return value
+        return self._call(self._task.loss, flat, inputs, targets)
 
     def _outputs(self, flat: Tensor, inputs: Tensor) -> Tensor:
-        found: Tensor = functional_call(self._model, self._named(flat), (inputs,))
-        return found
+        return self._call(self._task.outputs, flat, inputs)
+
+    def _call(self, function: Callable[..., Tensor], flat: Tensor, *data: Tensor) -> Tensor:
+        named = {f"model.{name}": value for name, value in self._named(flat).items()}
+        value: Tensor = functional_call(_Of(function, self._model), named, data)
+        return value
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
         parts = torch.split(flat, [value.numel() for value in self._like.values()])
@@ -198,17 +204,17 @@ class TorchObjective:
             ) from error
 
 
-class _Loss(nn.Module):
-    """The loss as a module, so that parameters can be put in the place of the model's own, tied ones included."""
+class _Of(nn.Module):
+    """A function of a model as a module, so that parameters can be put in the place of the model's own, tied ones included."""
 
-    def __init__(self, task: TorchTask, model: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._task = task
+        self._function = function
 
     @override
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._task.loss(self.model, inputs, targets)
+    def forward(self, *data: Tensor) -> Tensor:
+        return self._function(self.model, *data)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

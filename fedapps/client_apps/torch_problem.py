@@ -2,16 +2,30 @@ r"""The local problem of a torch model: the training loop, FOOF blocks, curvatur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from fedapps.client_apps.problem import NO_PULL, LocalProblem, Preconditioned, Pull, Trained, warn_of_damping
+from fedapps.client_apps.problem import (
+    NO_PULL,
+    Batch,
+    LocalProblem,
+    Preconditioned,
+    Pull,
+    Rule,
+    State,
+    Stepped,
+    Tensors,
+    Trained,
+    warn_of_damping,
+)
 from fedapps.client_apps.torch_objective import Hessian, TorchObjective
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
@@ -19,6 +33,7 @@ from fedapps.curvature.flat import flatten, unflatten
 from fedapps.curvature.foof import Estimate, FoofPreconditioner
 from fedapps.curvature.layers import model_layout
 from fedapps.curvature.layout import Layout
+from fedapps.curvature.traces import no_traces
 from fedapps.errors import TaskError
 from fedapps.messages.schema import Arrays
 from fedapps.personalization.local_fits import LocalFit, fit_of_folds
@@ -29,6 +44,61 @@ from fedapps.settings import Settings
 from fedapps.tasks.base import Data
 from fedapps.tasks.torch_arrays import array_tensor, module_arrays, trainable_names
 from fedapps.tasks.torch_task import EVALUATION_BATCH, TorchTask, evaluation_mode
+
+
+@dataclass(frozen=True)
+class TorchBatch(Batch):
+    """The examples of a step, and the model before it, in training mode with its gradients."""
+
+    step: int
+    num_examples: int
+    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    loss: Callable[[], Tensor]
+    """Computes the loss of the batch anew; `gradient` is that of an earlier pass, with other draws of dropout."""
+    sampled_loss: Callable[[], Tensor]
+    """Likewise, at labels drawn from the model."""
+    where: str
+
+    @property
+    def gradient(self) -> Tensors:  # type: ignore[override]
+        """Give the gradients that are in the model; zero where there are none."""
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
+
+    @override
+    def hessian_row(self) -> Tensors:
+        parameters = list(self.parameters.values())
+        # Of the kinds of attention only this one can be differentiated twice.
+        with no_traces(self.model), sdpa_kernel(SDPBackend.MATH), self._differentiable():
+            gradients = torch.autograd.grad(
+                self.loss(), parameters, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            g_1 = gradients[0].reshape(-1)[0]
+            if not g_1.requires_grad:
+                return {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+            row = torch.autograd.grad(g_1, parameters, allow_unused=True, materialize_grads=True)
+        return dict(zip(self.parameters, row, strict=True))
+
+    @override
+    def sampled_gradient(self) -> Tensors:
+        with no_traces(self.model):
+            found = torch.autograd.grad(
+                self.sampled_loss(), list(self.parameters.values()), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(self.parameters, found, strict=True))
+
+    @contextmanager
+    def _differentiable(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise TaskError(
+                f"{self.where}, first row of the Hessian",
+                expected="a model that can be differentiated twice",
+                got=str(error).splitlines()[0],
+                do="leave modules without a second derivative (EmbeddingBag) out of it, or take fedsophia or a first-order"
+                " method, which need none",
+            ) from error
 
 
 class TorchProblem(LocalProblem):
@@ -73,12 +143,12 @@ class TorchProblem(LocalProblem):
         parameters, seen = _trainable(model), 0
         total = {name: np.zeros(p.shape) for name, p in parameters.items()}
 
-        def add(num_examples: int) -> None:
+        def add(batch: Data) -> None:
             nonlocal seen
-            seen += num_examples
+            seen += len(batch)
             for name, p in parameters.items():
                 if p.grad is not None:
-                    total[name] += num_examples * p.grad.cpu().numpy().astype(np.float64)
+                    total[name] += len(batch) * p.grad.cpu().numpy().astype(np.float64)
 
         trained = self._train(model, add, batches)
         mean = {name: (total[name] / seen).astype(arrays[name].dtype) for name in total}
@@ -104,7 +174,7 @@ class TorchProblem(LocalProblem):
             weight_decay=self._work.settings.weight_decay,
         )
 
-        def take_step(_: int) -> None:
+        def take_step(_: Data) -> None:
             if pull.lam:
                 add_proximal_gradient(model, anchor, pull.lam)
             for name, value in shifts.items():
@@ -113,6 +183,30 @@ class TorchProblem(LocalProblem):
             optimizer.step()
 
         return self._train(model, take_step, batches)
+
+    @override
+    def descend_by(self, start: Arrays, rule: Rule, state: Mapping[str, Arrays] | None = None) -> Stepped:
+        model = self._model(start)
+        parameters, taken = _trainable(model), 0
+        held: State = {
+            kind: {name: array_tensor(arrays[name], p) for name, p in parameters.items()}
+            for kind, arrays in (state or {}).items()
+        }
+        labels = torch.Generator(self._work.device).manual_seed(int(self._work.labels().integers(2**63)))
+
+        def take_step(data: Data) -> None:
+            nonlocal held, taken
+            loss, sampled = partial(self._loss, model, data), partial(self._sampled_loss, model, data, labels)
+            batch = TorchBatch(taken, len(data), model, parameters, loss, sampled, self._work.where)
+            moved, held = rule({name: p.detach() for name, p in parameters.items()}, held, batch)
+            taken += 1
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    p.copy_(moved[name])
+
+        trained = self._train(model, take_step)
+        kept = {kind: {name: value.cpu().numpy() for name, value in values.items()} for kind, values in held.items()}
+        return Stepped(trained.arrays, trained.buffers, trained.loss, kept)
 
     @override
     def descend_preconditioned(
@@ -148,7 +242,7 @@ class TorchProblem(LocalProblem):
         local = {name: array_tensor(received[name], p) for name, p in parameters.items()}
         taken = 0
 
-        def inner_step(_: int) -> bool:
+        def inner_step(_: Data) -> bool:
             nonlocal taken
             add_proximal_gradient(model, local, config.lam)
             accurate = config.inner_accuracy > 0 and squared_gradient(model) <= config.inner_accuracy
@@ -232,7 +326,7 @@ class TorchProblem(LocalProblem):
     def _train(
         self,
         model: nn.Module,
-        take_step: Callable[[int], object],
+        take_step: Callable[[Data], object],
         batches: Iterable[np.ndarray] | None = None,
         steps_a_batch: int = 1,
     ) -> Trained:
@@ -240,7 +334,7 @@ class TorchProblem(LocalProblem):
 
         Args:
             model: The model; gradients are cleared before each backward pass.
-            take_step: Takes one step from the gradients that are in the model, of a batch of so many examples, and says
+            take_step: Takes one step from the gradients that are in the model, of the batch, and says
                 whether it is done with this batch before `steps_a_batch`.
             batches: Indices of the batches; None for those of the round.
             steps_a_batch: Most steps on each batch, which is drawn and augmented once for all of them.
@@ -264,7 +358,7 @@ class TorchProblem(LocalProblem):
                         do="lower the learning rate, or check the client's data",
                     )
                 torch.autograd.backward(loss)
-                done = take_step(len(batch))
+                done = take_step(batch)
                 total += float(loss.detach()) * len(batch)
                 seen += len(batch)
                 k += 1
@@ -281,6 +375,12 @@ class TorchProblem(LocalProblem):
         inputs, targets = self._task.tensors(batch, self._work.device)
         with _batch_norm_fits(model, len(batch)):
             return self._task.loss(model, inputs, targets)
+
+    def _sampled_loss(self, model: nn.Module, batch: Data, labels: torch.Generator) -> Tensor:
+        inputs, _ = self._task.tensors(batch, self._work.device)
+        with _batch_norm_fits(model, len(batch)):
+            outputs = self._task.outputs(model, inputs)
+        return self._task.criterion(outputs, self._task.sample_targets(outputs.detach(), labels))
 
     def _show_all(self, model: nn.Module, foof: FoofPreconditioner) -> None:
         """Show all of the client's examples to the preconditioner, in order."""

@@ -152,6 +152,10 @@ class ClientWork:
         """Open the random stream from which this round of this client augments its batches."""
         return generator(self.settings.seed, self.server_round, self.node.partition, 3)
 
+    def labels(self) -> np.random.Generator:
+        """Open the random stream from which this round of this client draws labels from the model."""
+        return generator(self.settings.seed, self.server_round, self.node.partition, 5)
+
     def batches(self, examples: np.ndarray | None = None, *, num_steps: int = 0) -> Iterator[np.ndarray]:
         """Draw the batches of the round.
 

@@ -44,6 +44,7 @@ from fedapps.curvature.gram import Divisor, Gram, cheaper_through_rows, divide, 
 from fedapps.curvature.layers import count_rows, counted_rows, input_moment, input_rows, model_layout
 from fedapps.curvature.layout import BlockSpec, Layout
 from fedapps.curvature.solve import not_finite
+from fedapps.curvature.traces import no_traces
 from fedapps.errors import explain
 
 NOT_CALLED = "its gradient came without a call of the layer: compiled code, or a use of its weight elsewhere"
@@ -196,16 +197,12 @@ class FoofPreconditioner:
         The passes run without gradients, in training mode, so that the rows are those of training. Buffers (running
         statistics) and the random generators are put back afterwards.
         """
-        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        devices = sorted({p.device.index or 0 for p in self._model.parameters() if p.device.type == "cuda"})
         self._in_full_pass = True
         try:
-            with torch.random.fork_rng(devices), torch.no_grad():
+            with no_traces(self._model), torch.no_grad():
                 yield
         finally:
             self._in_full_pass = False
-            for name, buffer in self._model.named_buffers():
-                buffer.data.copy_(buffers[name])
         for state in self._layers:
             self._estimate_block(state)
 

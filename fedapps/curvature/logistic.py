@@ -73,20 +73,46 @@ class LogisticRegression:
         gradient: NDArray[np.float64] = self._X.T @ slopes + self._lam * theta
         return gradient
 
+    def sampled_gradient(self, theta: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
+        """Compute the gradient, ``(d,)``, without the penalty, at labels drawn with ``P(y_j = 1) = s_j``."""
+        s = expit(self._X @ theta)
+        gradient: NDArray[np.float64] = self._X.T @ (s - (random.random(len(s)) < s)) / len(s)
+        return gradient
+
     def hessian(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
         """Compute the Hessian, ``(d, d)``, dense and symmetric."""
-        margins = self._margins(theta)
-        # expit(m) expit(-m) = s (1 - s) without cancellation; its root makes the product exactly symmetric.
-        roots = np.sqrt(expit(margins) * expit(-margins) / len(self._y))
-        if isinstance(self._X, np.ndarray):
-            R = roots[:, None] * self._X
-            data_term = R.T @ R
-        else:
-            R = scipy.sparse.diags_array(roots) @ self._X
-            data_term = (R.T @ R).toarray()
-        hessian: NDArray[np.float64] = data_term + self._lam * np.eye(self._X.shape[1])
+        R = self._root(theta)
+        hessian: NDArray[np.float64] = _dense(R.T @ R) + self._lam * np.eye(self._X.shape[1])
         return hessian
+
+    def square_root(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
+        r"""Compute :math:`R = \mathrm{diag}(\sqrt{s (1 - s) / n})\, X`, ``(n, d)``: :math:`R'R + \lambda I` is the Hessian."""
+        return _dense(self._root(theta))
+
+    def _root(self, theta: NDArray[np.float64]) -> Any:
+        # With it the Hessian is exactly symmetric.
+        roots = np.sqrt(self._weights(theta))
+        return (
+            roots[:, None] * self._X if isinstance(self._X, np.ndarray) else scipy.sparse.diags_array(roots) @ self._X
+        )
+
+    def hessian_product(self, theta: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute the Hessian times ``v``, both ``(d,)``, without the matrix."""
+        product: NDArray[np.float64] = self._X.T @ (self._weights(theta) * (self._X @ v)) + self._lam * v
+        return product
+
+    def _weights(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute :math:`s (1 - s) / n` of every example, ``(n,)``."""
+        margins = self._margins(theta)
+        # expit(m) expit(-m) = s (1 - s) without cancellation.
+        weights: NDArray[np.float64] = expit(margins) * expit(-margins) / len(self._y)
+        return weights
 
     def _margins(self, theta: NDArray[np.float64]) -> NDArray[np.float64]:
         margins: NDArray[np.float64] = self._y * (self._X @ theta)
         return margins
+
+
+def _dense(matrix: Any) -> NDArray[np.float64]:
+    dense: NDArray[np.float64] = matrix if isinstance(matrix, np.ndarray) else matrix.toarray()
+    return dense

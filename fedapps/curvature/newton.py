@@ -49,6 +49,20 @@ class Objective(Protocol):
         """Compute the Hessian, ``(d, d)``."""
 
 
+class Labelled(Objective, Protocol):
+    """An objective of examples whose labels the model gives a distribution: its loss is their mean negative log-likelihood."""
+
+    def sampled_gradient(self, theta: Vector, random: np.random.Generator) -> Vector:
+        """Compute the gradient, ``(d,)``, without regularisation, at labels drawn from the model at ``theta``."""
+
+
+class Rooted(Objective, Protocol):
+    """An objective that knows a square root of its Hessian's data term."""
+
+    def square_root(self, theta: Vector) -> Matrix:
+        r"""Compute ``R``, ``(rows, d)``, with :math:`R'R` the Hessian at ``theta`` less that of the regularisation."""
+
+
 def check_dense(d: int, where: str, *, do: str) -> None:
     """Refuse a dense ``(d, d)`` matrix in float64 of more than `MOST_DENSE_BYTES`, before allocating it; ``do`` is the way out.
 
@@ -63,6 +77,21 @@ def check_dense(d: int, where: str, *, do: str) -> None:
             got=f"{d} weights, whose Hessian has {8 * d**2 / 2**30:.1f} GiB",
             do=do,
         )
+
+
+def hessian_product(objective: Objective, theta: Vector, v: Vector, where: str, *, do: str) -> Vector:
+    """Compute the Hessian at ``theta`` times ``v``, both ``(d,)``.
+
+    By the objective's own ``hessian_product(theta, v)`` if it has one, which no matrix is made for, else by its Hessian.
+
+    Raises:
+        CurvatureError: It has none, and its Hessian is too large; see `check_dense`.
+    """
+    product = getattr(objective, "hessian_product", None)
+    if product is not None:
+        return np.asarray(product(theta, v))
+    check_dense(len(theta), where, do=do)
+    return objective.hessian(theta) @ v
 
 
 class NewtonSteps(NamedTuple):

@@ -12,10 +12,12 @@ up          ``arrays``       trainable tensors after local training; FedPM: only
 up          ``buffers``      buffers after local training (absent if the model has none)
 up          ``metrics``      ``num-examples`` and scalars such as ``train-loss``; ``store-lost`` from a client that has
                              lost what it kept over rounds, ``rebuilt`` from one whose replica went astray, ``step-limit``
-                             from one whose step on a loss with a pull is not below that number
+                             from one whose step on a loss with a pull is not below that number; LTDA:
+                             ``plain-steps``, steps without curvature
 both        ``control``      SCAFFOLD: ``c``; up: the change of ``c_i``, and in ``arrays`` that of the model
 down        ``direction``    that of a line search; FedNew: ``y`` of the last round. ``own-direction``: that of the
                              client's last folded round, where it is another one
+up          ``sketch``       FedNS: ``Y_i`` by tensor, ``k`` rows of each, and in ``arrays`` the gradients
 both        any other name   what one method sends: curvature blocks (`fedapps.messages.blocks`), what is new of a Hessian
                              (`fedapps.messages.hessians`), the line search
                              (`fedapps.messages.line_search`), journal and scalars (`fedapps.messages.scalars`)
@@ -56,11 +58,15 @@ DIRECTION = "direction"
 OWN_DIRECTION = "own-direction"
 """Directions by name, down: that of a line search, or FedNew's ``y``; and its ``y`` of the client's last folded round."""
 
+SKETCH = "sketch"
+"""FedNS's sketched square root of the Hessian."""
+
 SERVER_ROUND = "server-round"
 GENERATION = "generation"
 STORE_LOST = "store-lost"
 STEP_LIMIT = "step-limit"
 REBUILT = "rebuilt"
+PLAIN_STEPS = "plain-steps"
 
 MOST_METRICS = 200
 LONGEST_NAME = 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -182,6 +182,41 @@ class FedNewSettings(DenseHessianSettings):
     refresh: int = setting(1, "folded rounds of a client that use one Hessian; 0 = the first one serves for good", ge=0)
 
 
+class LtdaSettings(SettingsModel):
+    """Settings of LTDA."""
+
+    damping: float = setting(
+        0.1,
+        "least absolute value of the diagonal that a step divides by; lr <= 2 damping / L is stable",
+        gt=0,
+        tuned=True,
+    )
+    eps: float = setting(1e-8, "an h_11 of smaller absolute value counts as zero, and the step is a plain one", gt=0)
+
+
+class FedSophiaSettings(SettingsModel):
+    """Settings of FedSophia."""
+
+    beta_1: float = setting(0.9, "weight of the past in the average m of gradients", ge=0, le=0.999)
+    beta_2: float = setting(0.95, "weight of the past in the average v of curvature", ge=0, le=0.9999)
+    refresh: int = setting(10, "local steps from one estimate of the curvature to the next (tau), over rounds", ge=1)
+    rho: float = setting(0.04, "largest step of a weight, in units of lr", gt=0, tuned=True)
+    eps: float = setting(1e-12, "least curvature that is divided by", gt=0, tuned=True)
+    weight_decay: float = setting(0.0, "decoupled weight decay: lr weight-decay theta is taken off", ge=0)
+
+
+class FedNSSettings(SettingsModel):
+    """Settings of FedNS."""
+
+    curvature: ClassVar[str] = "gauss-newton"
+    """Only this matrix of a torch model has a square root."""
+
+    sketch: Literal["gaussian", "srht", "count-sketch"] = setting("srht", "how the square root is sketched")
+    size: int = setting(0, "rows k of the sketch; 0 = as many as there are weights", ge=0)
+    shared: bool = setting(False, "whether all clients of a round draw their sketches alike; else each its own")
+    damping: float = setting(0.0, "added to the diagonal, beside the regularisation of a convex task", ge=0, tuned=True)
+
+
 PUBLISHED_BLOCKS: Mapping[str, Scalar] = {"estimate": "last-batch", "refresh": 1, "max-rows": 0, "max-width": 0}
 """FOOF blocks as in arXiv 2511.09100; what stands in their place otherwise are the defaults above."""
 
@@ -271,6 +306,61 @@ METHODS: tuple[Method, ...] = (
             "torch": {"lr": 1.0, "alpha": 0.1, "rho": 0.1},
             # Only adapters are small enough.
             "language": {"lr": 0.01},
+        },
+    ),
+    _method(
+        name="ltda",
+        title="LTDA",
+        mixing="simple mean of theta_i",
+        travels_down="model",
+        travels_up="model",
+        paper="Sen, Mohan & Qin, PReMI 2023",
+        strategy="fedapps.strategies.ltda:LTDA",
+        client="fedapps.client_apps.ltda:train",
+        layout="",
+        group="ltda",
+        own_settings=LtdaSettings,
+        tuned={
+            "convex": {"lr": 1.0, "damping": 1.0},
+            "torch": {"lr": 0.1, "damping": 0.3},
+            "language": {"lr": 1e-3, "damping": 1.0},
+        },
+    ),
+    _method(
+        name="fedsophia",
+        title="FedSophia",
+        mixing="simple mean of theta_i",
+        travels_down="model",
+        travels_up="model",
+        client_state="averages m, v of gradients and curvature",
+        paper="Elbakary et al. 2024, arXiv 2406.06655",
+        strategy="fedapps.strategies.fedsophia:FedSophia",
+        client="fedapps.client_apps.fedsophia:train",
+        layout="",
+        group="fedsophia",
+        own_settings=FedSophiaSettings,
+        tuned={
+            "convex": {"lr": 0.3, "rho": 1.0, "eps": 0.1},
+            "torch": {"lr": 0.1, "rho": 0.04, "eps": 0.1},
+            "language": {"lr": 1e-3, "rho": 0.04, "eps": 1e-12},
+        },
+    ),
+    _method(
+        name="fedns",
+        title="FedNS",
+        mixing="theta - eta [sum p_i Y_i'Y_i + lambda I]^-1 sum p_i g_i",
+        travels_down="model",
+        travels_up="gradient g_i and sketched square root Y_i of its Hessian",
+        paper="Li et al., AAAI 2024, arXiv 2401.02734",
+        strategy="fedapps.strategies.fedns:FedNS",
+        client="fedapps.client_apps.fedns:train",
+        layout="",
+        group="fedns",
+        own_settings=FedNSSettings,
+        tuned={
+            "convex": {"lr": 0.5, "damping": 0.0},
+            "torch": {"lr": 0.5, "damping": 0.1, "local-epochs": 1},
+            "language": {"lr": 0.01, "damping": 0.1},
         },
     ),
 )

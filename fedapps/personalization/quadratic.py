@@ -42,6 +42,30 @@ class Quadratic:
         """Give ``A``, ``(d, d)``."""
         return self.A
 
+    def hessian_product(self, theta: Vector, v: Vector) -> Vector:
+        """Compute ``A v``, ``(d,)``."""
+        return self.A @ v
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastSquares(Quadratic):
+    r"""The objective :math:`|Xv - y|^2/(2n) + \frac{\lambda}{2} |v|^2`; it knows of the targets what ``b`` and ``c`` hold."""
+
+    X: Matrix  # ``(n, d)``
+    lam: float = 0.0
+
+    def sampled_gradient(self, theta: Vector, random: np.random.Generator) -> Vector:
+        """Compute the gradient, ``(d,)``, without the penalty, at targets drawn from ``N(X theta, I)``.
+
+        Of that distribution the loss is the negative log-likelihood.
+        """
+        n = len(self.X)
+        return np.asarray(-self.X.T @ random.standard_normal(n) / n)
+
+    def square_root(self, theta: Vector) -> Matrix:
+        r"""Give :math:`X / \sqrt n`, ``(n, d)``: its Gram matrix is the Hessian without the penalty."""
+        return np.asarray(self.X / np.sqrt(len(self.X)))
+
 
 @dataclass(frozen=True)
 class JointMinimiser:
@@ -51,10 +75,14 @@ class JointMinimiser:
     personal: Matrix  # ``w_i``, ``(N, d)``
 
 
-def least_squares(X: Matrix, y: Vector) -> Quadratic:
-    """Build the client of a linear regression, :math:`L(v) = |Xv - y|^2/(2n)`, ``X`` ``(n, d)``, ``y`` ``(n,)``."""
+def least_squares(X: Matrix, y: Vector, lam: float = 0.0) -> LeastSquares:
+    r"""Build the client of a linear regression, :math:`L(v) = |Xv - y|^2/(2n) + \frac{\lambda}{2} |v|^2`.
+
+    ``X`` is ``(n, d)``, ``y`` ``(n,)``.
+    """
     n = len(y)
-    return Quadratic(X.T @ X / n, X.T @ y / n, float(y @ y) / (2 * n))
+    A = X.T @ X / n + lam * np.eye(X.shape[1])
+    return LeastSquares(A, X.T @ y / n, float(y @ y) / (2 * n), X=X, lam=lam)
 
 
 def random_quadratics(num_clients: int, dimension: int, *, mu: float, L: float, seed: int) -> list[Quadratic]:

@@ -64,11 +64,18 @@ class ChangeStrategy(MeanStrategy):
         super().fold(reply)
         self._buffers |= set(reply.buffers)
 
-    def moved(self, step: float) -> Arrays:
-        r"""Give :math:`\theta + \text{step} \sum_i p_i \Delta_i`, computed in float64, with the mean of the buffers."""
+    def moved(self, step: float, direction: Arrays | None = None) -> Arrays:
+        r"""Give :math:`\theta + \text{step} \sum_i p_i \Delta_i`, computed in float64, with the mean of the buffers.
+
+        Args:
+            step: How far to go.
+            direction: What to go along in place of the mean change.
+        """
+        mean = self.mean()
+        along = mean if direction is None else direction
         return {
-            name: mean if name in self._buffers else _moved(self._model[name], step, mean)
-            for name, mean in self.mean().items()
+            name: mean[name] if name in self._buffers else _moved(theta, step, along[name])
+            for name, theta in self._model.items()
         }
 
 

@@ -48,6 +48,11 @@ DATA_VARIABLE = "FEDAPPS_DATA"
 """Environment variable with the folder of data files, for a run without the setting ``data-dir``."""
 
 
+SAMPLING = "curvature from labels that are drawn from the model"
+ROOT = "square root of the Hessian"
+"""What some methods need of a task, for errors."""
+
+
 class TaskKind(StrEnum):
     """What a task's model is, which decides what clients can do with it."""
 
@@ -244,6 +249,30 @@ class Task(ABC):
     def fixed_elements(self) -> Mapping[str, Ranges]:
         """Say which elements of trainable tensors zeroth-order methods never move: name -> ranges of the flattened tensor."""
         return {}
+
+    def check_sampling(self) -> None:
+        """Refuse a task whose loss does not say how the model would draw labels, which FedSophia's curvature needs.
+
+        Raises:
+            TaskError: Why they cannot be drawn, and what to do.
+        """
+        raise self._lacks(SAMPLING, "labels that the model gives a distribution", "a task of another kind")
+
+    def check_square_root(self) -> None:
+        """Refuse a task that knows no square root of its Hessian, which FedNS sketches.
+
+        Raises:
+            TaskError: Why there is none, and what to do.
+        """
+        raise self._lacks(ROOT, "an objective with square_root(theta)", "a task of another kind")
+
+    def _lacks(self, what: str, expected: str, got: str) -> TaskError:
+        return TaskError(
+            f"task '{self.name}', {what}",
+            expected=expected,
+            got=got,
+            do="write it, or take another method: ltda, fedpm or fedavg",
+        )
 
     @abstractmethod
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:

@@ -19,7 +19,7 @@ from fedapps.curvature.newton import Objective
 from fedapps.errors import TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_gradients
 from fedapps.settings import setting
-from fedapps.tasks.base import Data, Task, TaskKind, describe_targets
+from fedapps.tasks.base import ROOT, SAMPLING, Data, Task, TaskKind, describe_targets
 
 WEIGHTS = "weights"
 """Name of the one array of a convex model, ``(d,)`` float64."""
@@ -64,6 +64,22 @@ class ConvexTask(Task):
                 got=describe_targets(data.targets),
                 do="map the two classes to -1 and +1 in load()",
             )
+
+    @override
+    def check_sampling(self) -> None:
+        """Refuse an objective without `fedapps.curvature.newton.Labelled.sampled_gradient`."""
+        self._check_objective(SAMPLING, "sampled_gradient(theta, random)")
+
+    @override
+    def check_square_root(self) -> None:
+        """Refuse an objective without `fedapps.curvature.newton.Rooted.square_root`."""
+        self._check_objective(ROOT, "square_root(theta)")
+
+    def _check_objective(self, what: str, method: str) -> None:
+        objective = self.objective(self._pool.take(np.arange(1)))
+        if not hasattr(objective, method.partition("(")[0]):
+            expected = f"an objective with {method}, as those of logistic regression and least squares"
+            raise self._lacks(what, expected, f"{type(objective).__name__}, which has none")
 
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:
         r"""Measure a fit to some examples, for the choice of ``lambda`` in FedCLUP.

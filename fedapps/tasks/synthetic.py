@@ -20,7 +20,7 @@ from typing_extensions import override
 from fedapps.curvature.newton import Objective
 from fedapps.errors import SettingsError, TaskError
 from fedapps.personalization.local_fits import LocalFit, fit_of_least_squares
-from fedapps.personalization.quadratic import Quadratic, least_squares
+from fedapps.personalization.quadratic import least_squares
 from fedapps.personalization.synthetic import Regression, SyntheticConfig, SyntheticProblem, draw_problem
 from fedapps.settings import setting
 from fedapps.tasks.base import ClientData, Data
@@ -124,8 +124,7 @@ class SyntheticLinearTask(_SyntheticTask):
 
     @override
     def objective(self, data: Data) -> Objective:
-        plain = least_squares(np.asarray(data.inputs), data.targets)
-        return Quadratic(plain.A + self.options.regularisation * np.eye(len(plain.b)), plain.b, plain.c)
+        return least_squares(np.asarray(data.inputs), data.targets, self.options.regularisation)
 
     @override
     def local_fit(self, data: Data, v: NDArray[Any], received: NDArray[Any], lam: float) -> LocalFit:

@@ -35,7 +35,8 @@ The smallest task says where the data comes from and what the model is::
 
 Saved as ``my_pkg/my_mod.py`` in a folder on the Python path, it is ``--task my_pkg.my_mod:MyTask``, its options are
 ``--set task-options='examples = 1000'``, and its column serves ``--partition column --set partition-column=site``.
-Everything else has a default that a task may override: `TorchTask.criterion` (another loss of the model's outputs),
+Everything else has a default that a task may override: `TorchTask.outputs` (outputs that are not simply ``model(inputs)``),
+`TorchTask.criterion` (another loss of the outputs), `TorchTask.sample_targets` (which targets they make likely),
 `TorchTask.metrics` (other metrics), `TorchTask.loss` (a loss that needs more than the outputs), `TorchTask.augment`
 (random changes of training examples), `TorchTask.tensors` (how examples become tensors), `TorchTask.unmoved` (elements that
 no gradient moves). A model that reads padded sequences says which positions are data, for second-order methods, with
@@ -58,7 +59,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from fedapps.errors import TaskError
-from fedapps.tasks.base import Data, Task, TaskConfig, TaskKind, describe_targets
+from fedapps.tasks.base import ROOT, SAMPLING, Data, Task, TaskConfig, TaskKind, describe_targets
 from fedapps.tasks.splits import Indices
 from fedapps.tasks.torch_arrays import load_module_arrays, module_arrays, trainable_names
 
@@ -98,20 +99,56 @@ class TorchTask(Task):
         Its trainable parameters and persistent buffers travel.
         """
 
+    def outputs(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute the outputs that `criterion` takes: what the model gives, unless overridden."""
+        found: torch.Tensor = model(inputs)
+        return found
+
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute the mean loss of outputs ``(n, classes)`` for classes ``(n,)``: cross-entropy in float32 or better."""
         return functional.cross_entropy(_at_least_float32(outputs), targets)
 
     def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute the loss that training minimises: a scalar, the mean over the examples of a batch."""
-        return self.criterion(model(inputs), targets)
+        return self.criterion(self.outputs(model, inputs), targets)
+
+    def sample_targets(self, outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Draw the targets that the model thinks likely, for FedSophia: those of which `criterion` is the log-likelihood.
+
+        Args:
+            outputs: ``(n, classes, ...)``.
+            generator: Where every draw must come from, on the device of the outputs.
+
+        Returns:
+            By default classes ``(n, ...)`` with the softmax of the outputs as their probabilities, which is for cross-entropy.
+        """
+        probabilities = _at_least_float32(outputs).softmax(dim=1).movedim(1, -1)
+        drawn = torch.multinomial(probabilities.flatten(end_dim=-2), 1, generator=generator)
+        return drawn.view(probabilities.shape[:-1])
+
+    @override
+    def check_sampling(self) -> None:
+        """Refuse a `loss` of one's own, and a `criterion` of one's own without `sample_targets`."""
+        self._check_loss(SAMPLING)
+        cls = type(self)
+        if cls.criterion is not TorchTask.criterion and cls.sample_targets is TorchTask.sample_targets:
+            raise self._lacks(SAMPLING, "sample_targets() beside criterion()", "a criterion() of its own alone")
+
+    @override
+    def check_square_root(self) -> None:
+        """Refuse a `loss` of one's own: the root is that of the Gauss-Newton matrix, which is about the outputs."""
+        self._check_loss(ROOT)
+
+    def _check_loss(self, what: str) -> None:
+        if type(self).loss is not TorchTask.loss:
+            raise self._lacks(what, "a loss that outputs() and criterion() give", "a loss() of its own")
 
     def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute what an evaluation reports for one batch: ``loss`` and `Task.metric`, scalars, means over the examples.
 
         The model is in evaluation mode, on the device of the tensors.
         """
-        outputs = model(inputs)
+        outputs = self.outputs(model, inputs)
         hits = outputs.argmax(dim=1) == targets
         return {"loss": self.criterion(outputs, targets), "accuracy": hits.float().mean()}
 
@@ -186,7 +223,7 @@ class TorchTask(Task):
         """Refuse targets that are no numbers, or that the loss cannot take beside what the model gives for two examples.
 
         Cross-entropy takes class numbers, integers from 0 to the number of the model's outputs less 1; what a loss of one's
-        own takes, it says itself. A task with a loss that needs more than the outputs is not asked.
+        own takes, it says itself. A task with a loss or outputs of its own is not asked.
         """
         if type(self).tensors is TorchTask.tensors and data.targets.dtype.kind not in "biuf":
             raise TaskError(
@@ -195,7 +232,7 @@ class TorchTask(Task):
                 got=describe_targets(data.targets),
                 do="number the classes from 0 in load(), for example with numpy.unique(..., return_inverse=True)",
             )
-        if type(self).loss is not TorchTask.loss:
+        if type(self).loss is not TorchTask.loss or type(self).outputs is not TorchTask.outputs:
             return
         model = self._build(self.config.seed).eval()
         with torch.random.fork_rng(devices=[]):

@@ -466,10 +466,11 @@ def test_the_model_of_the_best_validation_is_kept_when_a_later_round_spoils_it(t
     [
         ({"method": "fedpm"}, "FOOF"),
         ({"method": "localnewton"}, "FOOF"),
+        ({"method": "fedns"}, "FOOF"),
         ({"method": "fedclup"}, r"fedclup\.gamma-rule=average"),
         ({"method": "fedclup", "fedclup.gamma-rule": "average", "fedclup.adaptive": True}, r"fedclup\.adaptive=false"),
     ],
-    ids=["fedpm", "localnewton", "fedclup", "choice of lambda"],
+    ids=["fedpm", "localnewton", "fedns", "fedclup", "choice of lambda"],
 )
 def test_a_hessian_of_16_gib_is_refused_before_round_1_with_the_nearest_choice(
     tmp_path: Path, config: dict[str, Any], way_out: str

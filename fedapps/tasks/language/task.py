@@ -184,22 +184,11 @@ class ClassificationTask(LanguageTask):
         rows = encode_prompts(self.tokenizer, self.prompt, fields, self.options.max_length)
         return Data(pad(rows), np.array([example.label for example in examples], np.int64))
 
-    def logits(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    @override
+    def outputs(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         """Compute the label words' logits, ``(n, classes)`` float32, of token ids ``(n, length)``."""
         labels = torch.tensor(self.label_ids, device=inputs.device)
         return label_logits(cast("PreTrainedModel", model), inputs, labels)
-
-    @override
-    def loss(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the cross-entropy among the label words."""
-        return self.criterion(self.logits(model, inputs), targets)
-
-    @override
-    def metrics(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute ``loss`` and ``accuracy``, scalars, means over the examples."""
-        logits = self.logits(model, inputs)
-        hits = logits.argmax(dim=1) == targets
-        return {"loss": self.criterion(logits, targets), "accuracy": hits.float().mean()}
 
 
 class Sst2Task(ClassificationTask):

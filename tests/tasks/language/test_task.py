@@ -287,7 +287,7 @@ def short(
     return short
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedpm", "decomfl", "hiso", "fedzo"])
+@pytest.mark.parametrize("method", ["fedavg", "fedpm", "ltda", "fedsophia", "decomfl", "hiso", "fedzo"])
 @pytest.mark.slow
 def test_tied_weights_stay_tied_and_travel_once(
     short: Callable[..., runs.Left], make: Callable[..., Any], method: str
