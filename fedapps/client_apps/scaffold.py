@@ -14,9 +14,10 @@ import numpy as np
 from flwr.app import RecordDict
 
 from fedapps.client_apps.fedavg import reply
+from fedapps.client_apps.kept import keep, load_kept
 from fedapps.client_apps.problem import local_problem
 from fedapps.client_apps.work import ClientWork
-from fedapps.messages.schema import CONTROL, GENERATION, METRICS, STORE_LOST, Arrays, pack_arrays
+from fedapps.messages.schema import CONTROL, Arrays, pack_arrays
 
 
 def train(work: ClientWork) -> RecordDict:
@@ -28,15 +29,12 @@ def train(work: ClientWork) -> RecordDict:
     Returns:
         The content of the reply: the changes of the model and of the control variate, and the buffers.
     """
-    problem, x, c = local_problem(work), work.arrays, work.records[CONTROL]
-    kept = work.store.load(work.last_folded)
-    lost = kept is None and work.last_folded > 0
-    c_i: Arrays = {name: np.zeros(x[name].shape) for name in problem.names}
-    if kept is not None and int(kept.pop(GENERATION)) == work.config[GENERATION]:
-        c_i = kept
+    problem, x, c, kept = local_problem(work), work.arrays, work.records[CONTROL], load_kept(work)
+    held = kept.state or {f"c/{name}": np.zeros(x[name].shape) for name in problem.names}
+    c_i = {name: held[f"c/{name}"] for name in problem.names}
 
     # Without its c_i a client has no correction: its steps are FedAvg's.
-    shift = {} if lost else {name: c[name] - c_i[name] for name in problem.names}
+    shift = {} if kept.lost else {name: c[name] - c_i[name] for name in problem.names}
     trained = problem.descend(x, batches=work.batches(), shift=shift)
     dy = {name: trained.arrays[name] - x[name] for name in problem.names}
     if work.settings.own.option == "I":
@@ -45,10 +43,6 @@ def train(work: ClientWork) -> RecordDict:
         new = {name: c_i[name] - c[name] - dy[name] / (work.num_steps * work.lr) for name in problem.names}
     dc: Arrays = {name: (new[name] - c_i[name]).astype(x[name].dtype) for name in problem.names}
 
-    state = {name: c_i[name] + dc[name] for name in problem.names}
-    generation = np.array(work.config[GENERATION], dtype=np.int64)
-    work.store.save(work.server_round, {**state, GENERATION: generation}, last_folded=work.last_folded)
     content = reply(dy, trained.buffers, work, trained.loss)
     content[CONTROL] = pack_arrays(dc)
-    content.metric_records[METRICS].update({STORE_LOST: 1.0} if lost else {})
-    return content
+    return keep(work, kept, {f"c/{name}": c_i[name] + dc[name] for name in problem.names}, content)

@@ -85,7 +85,7 @@ def test_scaffold_is_the_papers_algorithm(tmp_path: Path, option: str, weighting
     assert sum(len(row["refused"]) for row in left.rows("train")) >= 2
     np.testing.assert_allclose(left.model["weights"], x, rtol=1e-12)
     for i, state in client_states(left.folder.path).items():
-        np.testing.assert_allclose(state["weights"], own[i], rtol=1e-10, atol=1e-14)
+        np.testing.assert_allclose(state["c/weights"], own[i], rtol=1e-10, atol=1e-14)
     np.testing.assert_allclose(left.folder.load_checkpoint().strategy_arrays["weights"], c, rtol=1e-10)
 
 
@@ -102,7 +102,7 @@ def test_buffers_take_the_mean_and_the_messages_are_as_the_row_says(tmp_path: Pa
     left = short_run(tmp_path / "run", config)
     plain = short_run(tmp_path / "plain", {**config, "method": "fedavg"})
     # In the first round c = c_i = 0, so that all is FedAvg.
-    names = client_states(left.folder.path)[0].keys()
+    names = {name.removeprefix("c/") for name in client_states(left.folder.path)[0]}
     parameters = sum(value.nbytes for name, value in left.model.items() if name in names)
     more = {
         way: sum(sum(row[way] for row in run.rows("train")) * sign for run, sign in ((left, 1), (plain, -1)))
@@ -133,7 +133,7 @@ def test_a_lost_store_starts_all_control_variates_anew(tmp_path: Path, monkeypat
     assert np.linalg.norm(sum(w * f(left.model["weights"]) for w, f in zip(p, g, strict=True))) < 1e-6
     states = client_states(left.folder.path)
     c = left.folder.load_checkpoint().strategy_arrays["weights"]
-    np.testing.assert_allclose(sum(p[i] * states[i]["weights"] for i in range(3)), c, atol=1e-12)
+    np.testing.assert_allclose(sum(p[i] * states[i]["c/weights"] for i in range(3)), c, atol=1e-12)
 
 
 def without(reply: Message) -> Message:
