@@ -14,9 +14,10 @@ import numpy as np
 from flwr.app import RecordDict
 
 from fedapps.client_apps.fedavg import reply
+from fedapps.client_apps.kept import keep, load_kept
 from fedapps.client_apps.problem import local_problem
 from fedapps.client_apps.work import ClientWork
-from fedapps.messages.schema import CONTROL, GENERATION, METRICS, STORE_LOST, Arrays, pack_arrays
+from fedapps.messages.schema import CONTROL, Arrays, pack_arrays
 
 
 def train(work: ClientWork) -> RecordDict:
@@ -29,14 +30,11 @@ def train(work: ClientWork) -> RecordDict:
         The content of the reply: the changes of the model and of the control variate, and the buffers.
     """
     problem, x, c = local_problem(work), work.arrays, work.records[CONTROL]
-    kept = work.store.load(work.last_folded)
-    lost = kept is None and work.last_folded > 0
-    c_i: Arrays = {name: np.zeros(x[name].shape) for name in problem.names}
-    if kept is not None and int(kept.pop(GENERATION)) == work.config[GENERATION]:
-        c_i = kept
+    kept = load_kept(work)
+    c_i: Arrays = kept.state or {name: np.zeros(x[name].shape) for name in problem.names}
 
     # Without its c_i a client has no correction: its steps are FedAvg's.
-    shift = {} if lost else {name: c[name] - c_i[name] for name in problem.names}
+    shift = {} if kept.lost else {name: c[name] - c_i[name] for name in problem.names}
     trained = problem.descend(x, batches=work.batches(), shift=shift)
     dy = {name: trained.arrays[name] - x[name] for name in problem.names}
     if work.settings.own.option == "I":
@@ -46,9 +44,6 @@ def train(work: ClientWork) -> RecordDict:
     dc: Arrays = {name: (new[name] - c_i[name]).astype(x[name].dtype) for name in problem.names}
 
     state = {name: c_i[name] + dc[name] for name in problem.names}
-    generation = np.array(work.config[GENERATION], dtype=np.int64)
-    work.store.save(work.server_round, {**state, GENERATION: generation}, last_folded=work.last_folded)
     content = reply(dy, trained.buffers, work, trained.loss)
     content[CONTROL] = pack_arrays(dc)
-    content.metric_records[METRICS].update({STORE_LOST: 1.0} if lost else {})
-    return content
+    return keep(work, kept, state, content)

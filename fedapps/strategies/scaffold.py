@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from fedapps.defences import refuse_changed_replies, update_norm
 from fedapps.errors import MessageError
-from fedapps.messages.schema import ARRAYS, CONFIG, CONTROL, GENERATION, STORE_LOST, Announced, Arrays, Records, Reply
+from fedapps.messages.schema import ARRAYS, CONFIG, CONTROL, Announced, Arrays, Records, Reply
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.mean import ChangeStrategy
+from fedapps.strategies.remembered import Remembered
 
 
 class SCAFFOLD(ChangeStrategy):
@@ -43,8 +44,7 @@ class SCAFFOLD(ChangeStrategy):
         refuse_changed_replies(self.settings.defence, "scaffold")
         self.server_lr = server_lr
         self._c: Arrays = {}
-        self._generation = 0
-        self._heard_of: set[int] = set()
+        self._remembered = Remembered()
 
     @override
     @classmethod
@@ -62,20 +62,19 @@ class SCAFFOLD(ChangeStrategy):
         self._c = self._c or {name: np.zeros(value.shape) for name, value in x.items()}
         self._sent = {name: self._c[name].astype(value.dtype) for name, value in x.items()}
         self._dc = {name: np.zeros(value.shape) for name, value in x.items()}
-        self._heard: set[int] = set()
-        self._lost = False
+        self._remembered.begin()
 
     @override
     def records_for(self, partition: int, through: int, model: Arrays) -> Records:
         """Send the model and ``c``; the model alone where it is only to be measured."""
         if through == self.rounds.report.server_round:
             return {ARRAYS: model}
-        return {ARRAYS: model, CONTROL: self._sent, CONFIG: {GENERATION: self._generation}}
+        return {ARRAYS: model, CONTROL: self._sent, CONFIG: self._remembered.entries}
 
     @override
     def norms(self, reply: Reply) -> Mapping[str, float]:
         """Measure a reply; the first change of a ``c_i``, from zero, is a whole gradient, and no measure of later ones."""
-        first = "" if reply.partition in self._heard_of else "first "
+        first = "first " if self._remembered.is_first(reply) else ""
         return {**super().norms(reply), f"{first}change of c_i": update_norm(reply.records.get(CONTROL, {}), {})}
 
     @override
@@ -90,22 +89,20 @@ class SCAFFOLD(ChangeStrategy):
             )
         share = self.share_of_all(reply.partition)
         super().fold(reply)
-        if STORE_LOST in reply.metrics:
-            self._lost = self._lost or reply.partition in self._heard_of
+        self._remembered.fold(reply)
         for name, change in dc.items():
             self._dc[name] += np.multiply(change, share, dtype=np.float64)
-        self._heard.add(reply.partition)
 
     @override
     def finish(self) -> Arrays:
         """Move the model along the mean change, and ``c`` by the clients' own changes."""
         new = self.moved(self.server_lr)
-        if self._lost:
+        if self._remembered.lost:
             self.rounds.note("the control variates start anew at zero")
-            self._c, self._heard_of, self._generation = {}, set(), self._generation + 1
+            self._c = {}
         else:
             self._c = {name: c + self._dc[name] for name, c in self._c.items()}
-            self._heard_of = self._heard_of | self._heard
+        self._remembered.end()
         return new
 
     # Resume ----------------------------------------------------------------------------------
@@ -121,9 +118,9 @@ class SCAFFOLD(ChangeStrategy):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {**super().state(), GENERATION: self._generation, "heard-of": sorted(self._heard_of)}
+        return {**super().state(), "remembered": self._remembered.state()}
 
     @override
     def load_state(self, state: Mapping[str, Any], last_folded: Mapping[int, int]) -> None:
         super().load_state(state, last_folded)
-        self._generation, self._heard_of = state[GENERATION], set(state["heard-of"])
+        self._remembered.load_state(state["remembered"])
