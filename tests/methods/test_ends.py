@@ -145,7 +145,7 @@ ENDS: Mapping[str, End] = {
     "fedpm": End(optimum, {"lr": 1.0, "num-server-rounds": 2}),
     "localnewton": End(of_newton_steps, {"lr": 1.0, "num-server-rounds": 2}, apart=0.02),
     "fednl": End(optimum, {"lr": 1.0, "num-server-rounds": 12, "fednl.initial": "zero"}),
-    "fednew": End(optimum, {"lr": 1.0, "num-server-rounds": 150, "fednew.alpha": 0.01, "fednew.rho": 0.3}),
+    "fednew": End(optimum, {"lr": 1.0, "fednew.alpha": 0.2, "fednew.rho": 0.7}, within=1e-6),
     "fedavg": LOCAL,
     "globaltrain": LOCAL,
     "ditto": LOCAL,
