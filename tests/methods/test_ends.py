@@ -120,6 +120,33 @@ def of_pfedme(all_: list[Client], lam: float = 0.5, eta: float = 1.0, inner: int
     return w
 
 
+def of_first_rows(all_: list[Client], damping: float = 1.0) -> np.ndarray:
+    """LTDA's: gradients divided by ``max(h_1j^2 / h_11, damping)``."""
+    scales = [np.maximum(f.A[0] ** 2 / f.A[0, 0], damping) for f in all_]
+
+    def local(x: np.ndarray, f: Client, scale: np.ndarray) -> np.ndarray:
+        for _ in range(K):
+            x = x - LR * (f.A @ x - f.b) / scale
+        return x
+
+    return fixed(lambda x: mean([local(x, f, scale) for f, scale in zip(all_, scales, strict=True)]))
+
+
+def of_momentum(all_: list[Client], beta: float = 0.5) -> np.ndarray:
+    """FedSophia's where ``eps`` bounds every division: local steps with a momentum that clients keep over rounds."""
+    x, m = np.zeros(3), [np.zeros(3) for _ in all_]
+    for _ in range(2000):
+        ends = []
+        for i, f in enumerate(all_):
+            y = x
+            for _ in range(K):
+                m[i] = beta * m[i] + (1 - beta) * (f.A @ y - f.b)
+                y = y - LR * m[i]
+            ends.append(y)
+        x = mean(ends)
+    return x
+
+
 @dataclass(frozen=True)
 class End:
     """Where a method ends.
@@ -146,6 +173,11 @@ ENDS: Mapping[str, End] = {
     "localnewton": End(of_newton_steps, {"lr": 1.0, "num-server-rounds": 2}, apart=0.02),
     "fednl": End(optimum, {"lr": 1.0, "num-server-rounds": 12, "fednl.initial": "zero"}),
     "fednew": End(optimum, {"lr": 1.0, "fednew.alpha": 0.2, "fednew.rho": 0.7}, within=1e-6),
+    "fedns": End(optimum, {"lr": 0.5}),
+    "ltda": End(of_first_rows, {"ltda.damping": 1.0}, apart=0.02),
+    "fedsophia": End(
+        of_momentum, {"fedsophia.beta-1": 0.5, "fedsophia.eps": 1e3, "fedsophia.rho": 1e3, "lr": 1e3 * LR}, apart=0.02
+    ),
     "fedavg": LOCAL,
     "globaltrain": LOCAL,
     "ditto": LOCAL,

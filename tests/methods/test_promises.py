@@ -41,6 +41,10 @@ SCALARS = Promise({"arrays": 0}, {"arrays": 0})
 PROMISED: Mapping[str, Promise] = {
     **dict.fromkeys(["fedavg", "fedavgm", "fedprox", "fedadam", "fedyogi", "fedadagrad", "psgd", "globaltrain"], MODEL_ONLY),
     "localnewton": MODEL_ONLY,
+    "ltda": MODEL_ONLY,
+    "fedsophia": Promise(state=2 * MODEL),
+    # As many rows as there are weights.
+    "fedns": Promise(up={"arrays": MODEL, "sketch": D * MODEL}),
     "scaffold": Promise({"arrays": MODEL, "control": MODEL}, {"arrays": MODEL, "control": MODEL}, state=MODEL),
     "fedpm": Promise(up={"arrays": 0, "products": MODEL, "curvature": TRIANGLE}),
     "fednl": Promise(up={"arrays": MODEL, "hessian-change": 8 * (D + 1)}, state=TRIANGLE),
@@ -74,7 +78,7 @@ def test_messages_and_stores_have_the_promised_bytes(tmp_path: Path, method: str
         assert {name: size for name, size in payload.items() if name not in ENTRIES} == promised
         assert all(size < 400 for name, size in payload.items() if name in ENTRIES)
     kept = client_states(left.folder.path).get(1, {})
-    numbers = {name: value for name, value in kept.items() if name not in ("generation", "through", "journal")}
+    numbers = {name: value for name, value in kept.items() if name not in ("generation", "through", "journal", "steps")}
     assert sum(value.nbytes for value in numbers.values()) == promise.state
     assert bool(kept) == (ROWS[method].client_state != "none")
 
