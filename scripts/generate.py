@@ -73,12 +73,12 @@ def presets_table() -> str:
 def methods_table() -> str:
     """The registry as a Markdown table."""
     rows = [
-        "| method | family | the server | travels down | travels up | a client keeps | source |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| method | family | tasks | the server | travels down | travels up | a client keeps | source |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     rows += [
-        f"| [`{m.name}`](docs/methods/{m.name}.md) | {m.family} | {m.mixing} | {m.travels_down} | {m.travels_up} "
-        f"| {m.client_state} | {m.paper} |"
+        f"| [`{m.name}`](docs/methods/{m.name}.md) | {m.family} | {', '.join(m.task_kinds)} | {m.mixing} "
+        f"| {m.travels_down} | {m.travels_up} | {m.client_state} | {m.paper} |"
         for m in METHODS
     ]
     return "\n".join(rows)

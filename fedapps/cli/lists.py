@@ -27,7 +27,8 @@ def methods(
     """List the methods."""
     rows = [
         {
-            "name": row.name, "title": row.title, "family": row.family, "server": row.mixing,
+            "name": row.name, "title": row.title, "family": row.family, "tasks": ", ".join(row.task_kinds),
+            "server": row.mixing,
             "travels down": row.travels_down, "travels up": row.travels_up, "client keeps": row.client_state,
             "paper": row.paper,
         }
