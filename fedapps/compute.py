@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from fedapps.errors import SettingsError
 
@@ -47,7 +48,7 @@ def pinned(threads: int) -> Iterator[None]:
         Nothing; torch's settings are put back at the end.
     """
     torch = sys.modules.get("torch")
-    with threadpool_limits(limits=threads):
+    with _thread_pools(len(sys.modules)).limit(limits=threads):
         if torch is None:
             yield
             return
@@ -61,6 +62,12 @@ def pinned(threads: int) -> Iterator[None]:
         finally:
             torch.set_num_threads(before[0])
             torch.set_deterministic_debug_mode(before[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _thread_pools(num_modules: int) -> ThreadpoolController:  # noqa: ARG001 - a library comes with the module that needs it
+    """Find the libraries that have threads; anew once modules were imported, since it takes milliseconds."""
+    return ThreadpoolController()
 
 
 @contextmanager

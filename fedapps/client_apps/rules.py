@@ -78,9 +78,9 @@ class NodeRules(SettingsModel):
             SettingsError: A value is wrong, or a key is nearly one of these, so that a rule would be missed.
         """
         known = keys_of(cls)
-        for key in node_config:
+        for key in node_config.keys() - known.keys() - set(NODE_KEYS):
             near = difflib.get_close_matches(key, [*known, *NODE_KEYS], n=1, cutoff=0.8)
-            if near and near[0] != key:
+            if near:
                 raise SettingsError(
                     f"{place} '{key}'", expected="a known key", got="an unknown one", do=f"did you mean '{near[0]}'?"
                 )
