@@ -16,10 +16,10 @@ import numpy as np
 from flwr.app import RecordDict
 
 from fedapps.client_apps.fedavg import reply
+from fedapps.client_apps.kept import keep, load_kept
 from fedapps.client_apps.problem import Batch, State, Tensors, local_problem
 from fedapps.client_apps.work import ClientWork
 from fedapps.curvature import sophia
-from fedapps.messages.schema import METRICS, STORE_LOST
 
 STEPS = "steps"
 """Name in the store, beside ``m/<tensor>`` and ``v/<tensor>``."""
@@ -39,9 +39,10 @@ def train(work: ClientWork) -> RecordDict:
     """
     own, problem = work.settings.own, local_problem(work)
     work.task.check_sampling()
-    stored = work.store.load(work.last_folded)
-    kept = stored or {f"{moment}/{name}": np.zeros_like(work.arrays[name]) for moment in "mv" for name in problem.names}
-    steps = int(kept.pop(STEPS, 0))
+    kept = load_kept(work)
+    zeros = {f"{moment}/{name}": np.zeros_like(work.arrays[name]) for moment in "mv" for name in problem.names}
+    found = kept.state or {**zeros, STEPS: np.array(0)}
+    steps = int(found[STEPS])
 
     def step(theta: Tensors, state: State, batch: Batch) -> tuple[Tensors, State]:
         m, v = sophia.average(state["m"], batch.gradient, own.beta_1), state["v"]
@@ -50,11 +51,8 @@ def train(work: ClientWork) -> RecordDict:
         moved = sophia.step(theta, m, v, lr=work.lr, weight_decay=own.weight_decay, rho=own.rho, eps=own.eps)
         return moved, {"m": m, "v": v}
 
-    held = {moment: {name: kept[f"{moment}/{name}"] for name in problem.names} for moment in "mv"}
+    held = {moment: {name: found[f"{moment}/{name}"] for name in problem.names} for moment in "mv"}
     trained = problem.descend_by(work.arrays, step, held)
     state = {f"{moment}/{name}": value for moment, values in trained.state.items() for name, value in values.items()}
     state[STEPS] = np.array(steps + work.num_steps, dtype=np.int64)
-    work.store.save(work.server_round, state, last_folded=work.last_folded)
-    content = reply(trained.arrays, trained.buffers, work, trained.loss)
-    content.metric_records[METRICS].update({STORE_LOST: 1.0} if stored is None and work.last_folded else {})
-    return content
+    return keep(work, kept, state, reply(trained.arrays, trained.buffers, work, trained.loss))

@@ -1,4 +1,4 @@
-"""What a client keeps over rounds beside a sum that the server holds: void once that sum has started anew."""
+"""What a client keeps over rounds beside its model: where it belongs to a sum of the server's, void once that starts anew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_kept(work: ClientWork) -> Kept:
     """Load what the client's last folded reply left."""
     stored = work.store.load(work.last_folded)
     lost = stored is None and work.last_folded > 0
-    if stored is None or int(stored.pop(GENERATION)) != work.config[GENERATION]:
+    if stored is None or int(stored.pop(GENERATION)) != work.config.get(GENERATION, 0):
         return Kept(None, lost)
     return Kept(stored, lost)
 
@@ -40,7 +40,7 @@ def keep(work: ClientWork, kept: Kept, state: Mapping[str, np.ndarray], content:
     Returns:
         The same content.
     """
-    generation = np.array(work.config[GENERATION], dtype=np.int64)
+    generation = np.array(work.config.get(GENERATION, 0), dtype=np.int64)
     work.store.save(work.server_round, {**state, GENERATION: generation}, last_folded=work.last_folded)
     if kept.lost:
         content.metric_records[METRICS][STORE_LOST] = 1.0

@@ -65,17 +65,11 @@ class FedNS(PSGD):
 
     @override
     def open(self, arrays: Arrays, task: Task, files: RunFiles, *, resumed: bool) -> Arrays:
-        """Prepare for a run, and refuse a task without a square root of its Hessian, or whose Hessian is too large."""
+        """Prepare for a run, and refuse a task without a square root of its Hessian."""
         arrays = super().open(arrays, task, files, resumed=resumed)
         task.check_square_root()
-        self._check_size(arrays)
         self.lam = task.options.regularisation if task.kind is TaskKind.CONVEX else 0.0
         return arrays
-
-    def _check_size(self, model: Arrays) -> int:
-        d = sum(value.size for value in self.changing(model).values())
-        check_dense(d, "method 'fedns'", do=SUPPORTED)
-        return d
 
     @override
     def announced(self, model: Arrays) -> Announced:
@@ -92,8 +86,14 @@ class FedNS(PSGD):
 
     @override
     def begin(self, model: Arrays) -> None:
+        """Start a round.
+
+        Raises:
+            CurvatureError: The model is too large, which is told before anyone trains.
+        """
         super().begin(model)
-        d = self._check_size(model)
+        d = sum(value.size for value in self.changing(model).values())
+        check_dense(d, "method 'fedns'", do=SUPPORTED)
         if 0 < self.size < d:
             self.note_once(
                 "size",
