@@ -15,6 +15,7 @@ from fedapps.curvature.packing import unpack_upper
 from fedapps.defences import Defence
 from fedapps.errors import FedAppsError, SettingsError
 from fedapps.messages import pack_arrays, unpack_arrays
+from fedapps.messages.schema import Reply
 from fedapps.methods import resolve_settings
 from fedapps.methods.second_order import FedNLSettings
 from fedapps.settings import RoundSettings
@@ -191,6 +192,11 @@ def moved(reply: Message) -> Message:
     return reply
 
 
+def both(reply: Message) -> Message:
+    reply.content["hessian"] = pack_arrays({"triangle": np.zeros(D * (D + 1) // 2)})
+    return reply
+
+
 def told(error: Any) -> Any:
     def fault(reply: Message) -> Message:
         record = {**reply.content["metrics"], "hessian-error": error}
@@ -210,11 +216,12 @@ def told(error: Any) -> Any:
         (changed("hessian-change", "indices", lambda v: v.astype(np.int64)), {"fednl.compressor": "top-k"}, "int32"),
         (moved, {}, "tensor 'eigenvalues': expected a tensor of the model that was sent out"),
         (moved, {"fednl.compressor": "identity"}, "client 1, Hessian: expected a record 'hessian-change' with triangle"),
+        (both, {}, "client 1, Hessian: expected a record 'hessian-change' with eigenvalues, .*got 'hessian'"),
         (told(-1.0), {}, "client 1, metric 'hessian-error': expected a finite number >= 0, got -1.0"),
         (told(float("nan")), {}, "metric 'hessian-error'"),
         (told(None), {}, "metric 'hessian-error'"),
     ],
-    ids=["eigenvectors", "shape", "indices", "dtype", "record", "record of the same form", "error", "NaN", "no error"],
+    ids=["eigenvectors", "shape", "indices", "dtype", "record", "record of the same form", "both", "error", "NaN", "no error"],
 )  # fmt: skip
 @pytest.mark.slow
 def test_a_wrong_reply_is_refused_by_name_as_if_it_were_lost(
@@ -322,14 +329,26 @@ def test_a_defence_that_changes_replies_is_refused(defence: Defence) -> None:
 
 
 @pytest.mark.slow
-def test_multi_krum_compares_what_was_compressed(tmp_path: Path) -> None:
-    """The eigenvectors of a rank-1 change have any sign: only multiplied out are they near each other."""
+def test_multi_krum_leaves_out_who_learned_something_else(tmp_path: Path) -> None:
     config = {**FEDNL, "partition": "iid", "defence": "multi-krum", "num-server-rounds": 4}
-    left = short_run(
-        tmp_path / "run", config, 6, faults={(3, 2): changed("hessian-change", "eigenvalues", lambda v: -40 * v)}
-    )
+    lie = changed("hessian-change", "eigenvalues", lambda v: -40 * v)
+    left = short_run(tmp_path / "run", config, 6, faults={(3, 2): lie})
     assert 2 not in left.rows("train")[2]["folded"]
     assert [row["accepted"] for row in left.rows("train")] == [True] * 4
+
+
+def test_replies_are_compared_as_matrices() -> None:
+    """An eigenvector has no sign: two that differ in it alone are the same change."""
+    strategy = FedNL(own=FedNLSettings(initial="zero"))
+    strategy.begin({"weights": np.zeros(2)})
+    plain = [
+        strategy.plain(Reply(i, 1, {}, records={"hessian-change": {
+            "eigenvalues": np.array([2.0]), "eigenvectors": sign * np.array([[0.6], [0.8]]),
+        }})).records
+        for i, sign in enumerate((1, -1))
+    ]  # fmt: skip
+    for records in plain:
+        np.testing.assert_allclose(records["hessian-change"]["triangle"], [0.72, 0.96, 1.28], rtol=1e-14)
 
 
 @pytest.mark.parametrize(
