@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from typing_extensions import override
 
-from fedapps.curvature.newton import Matrix, Vector, check_dense
-from fedapps.errors import TaskError
+from fedapps.curvature.newton import MOST_DENSE_BYTES, Matrix, Vector, check_dense
+from fedapps.errors import CurvatureError, TaskError
 from fedapps.tasks.base import Data
 from fedapps.tasks.torch_task import TorchTask, evaluation_mode
 
@@ -112,7 +112,17 @@ class TorchObjective:
             TaskError: As `hessian`.
         """
         self._check_size()
-        return np.concatenate(list(self._roots(theta)))
+        rows: list[Matrix] = []
+        for R in self._roots(theta):
+            rows.append(R)
+            if sum(part.nbytes for part in rows) > MOST_DENSE_BYTES:
+                raise CurvatureError(
+                    f"{self._where}, root of the Gauss-Newton matrix",
+                    expected=f"at most {MOST_DENSE_BYTES / 2**30:g} GiB: outputs of all examples, times {self._d} weights",
+                    got=f"more, with {len(self._data)} examples",
+                    do="take fednl or fednew, whose matrix does not grow with the examples, or a smaller model",
+                )
+        return np.concatenate(rows)
 
     def _check_size(self) -> None:
         check_dense(

@@ -168,3 +168,10 @@ def test_a_matrix_that_cannot_be_held_is_refused_before_anything_is_computed() -
     f, theta, _ = objective(Huge)
     with pytest.raises(CurvatureError, match=r"at most 16384 weights.*25000 weights.*FOOF"):
         f.hessian(theta)
+
+
+def test_a_root_that_cannot_be_held_is_refused_when_it_comes_to_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedapps.client_apps.torch_objective.MOST_DENSE_BYTES", 50_000)
+    f, theta, _ = objective(Softmax)
+    with pytest.raises(CurvatureError, match=r"root of the Gauss-Newton.*times 15 weights.*with 300 examples"):
+        f.square_root(theta)
