@@ -55,7 +55,12 @@ def deploy(config: dict[str, Any], root: Path) -> Path:
         nodes = [
             SuperNode(
                 superlink.address,
-                {"partition-id": i, "num-partitions": CLIENTS, "state-dir": str(root / f"state-{i}")},
+                {
+                    "partition-id": i,
+                    "num-partitions": CLIENTS,
+                    "common-data": True,
+                    "state-dir": str(root / f"state-{i}"),
+                },
             )
             for i in range(CLIENTS)
         ]

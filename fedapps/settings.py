@@ -226,8 +226,11 @@ class Settings(RoundSettings, _Run):
     weight_decay: float = setting(0.0, "added to clients' plain gradients, times the parameters (an L2 penalty)", ge=0)
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
     compute_threads: int = setting(1, "threads of torch and BLAS in every handler", ge=1, le=1024)
-    partition: Literal["dirichlet", "iid", "classes", "column"] = setting(
-        "dirichlet", "how the training data is split: dirichlet, iid, classes (k a client) or column", tuned=True
+    partition: Literal["dirichlet", "iid", "classes", "column", "local"] = setting(
+        "dirichlet",
+        "how the training data is split: dirichlet, iid, classes (k a client) or column; local = every node of a SuperLink "
+        "has data of its own (auto there)",
+        tuned=True,
     )
     alpha: float = setting(0.1, "concentration of the Dirichlet split", gt=0)
     classes_per_client: int = setting(2, "classes a client for partition = classes", ge=1)
@@ -268,6 +271,13 @@ class Settings(RoundSettings, _Run):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.partition == "local" and self.validation_fraction:
+            raise SettingsError(
+                "setting 'validation-fraction'",
+                expected="0 with partition = local: the server has no data",
+                got=f"{self.validation_fraction:g}",
+                do="set client-validation-fraction instead",
+            )
         check_with = getattr(self.own, "check_with", None)
         if check_with is not None:
             check_with(self)

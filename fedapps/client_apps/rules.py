@@ -21,7 +21,8 @@ from flwr.app import Context, Message
 from fedapps.compute import choose_device
 from fedapps.errors import WITHHELD, FedAppsError, SettingsError
 from fedapps.methods import METHODS, resolve_settings
-from fedapps.settings import Settings, SettingsModel, default_of, is_path, key_of, keys_of, setting
+from fedapps.results.settings_file import to_toml
+from fedapps.settings import Settings, SettingsModel, default_of, is_path, key_of, keys_of, parse_toml_options, setting
 from fedapps.tasks import TASKS, Task
 from fedapps.tasks.base import DATA_VARIABLE, TaskKind
 from fedapps.tasks.compressed import SUFFIXES
@@ -50,6 +51,13 @@ class NodeRules(SettingsModel):
         "", "folder that the client keeps its state in; empty = $FEDAPPS_STATE, else ~/.fedapps/clients"
     )
     trust_server: bool = setting(False, "whether server and node are one user's: then nothing below is checked")
+    common_data: bool = setting(
+        False, "whether this node's files are the same on all nodes, so that a run may cut them into partitions"
+    )
+    data_dir: str = setting("", "folder of this node's data files, in place of the run's data-dir")
+    task_options: str = setting(
+        "", "options of the task on this node, as TOML text, such as its own file; the run's stand beside"
+    )
     allow_tasks: str = setting(
         BUILT_IN, "tasks, comma separated: names, module:Name, or built-in for all built-in ones"
     )
@@ -86,7 +94,7 @@ class NodeRules(SettingsModel):
                 )
         given: dict[str, Any] = {key: node_config[key] for key in known if key in node_config}
         if _in_simulation():
-            given.setdefault("trust-server", True)
+            given = {"trust-server": True, "common-data": True, **given}
         return cls.from_keys(given, place)
 
     def resolve(self, run_config: Mapping[str, Any]) -> Settings:
@@ -102,7 +110,7 @@ class NodeRules(SettingsModel):
             SettingsError: The run config is wrong, or asks for what the node does not allow.
         """
         if self.trust_server:
-            return resolve_settings(run_config)
+            return self._on_own_data(resolve_settings(run_config))
         for key, rule, allowed, built_in in (
             ("task", "allow-tasks", self.allow_tasks, [row.name for row in TASKS]),
             ("method", "allow-methods", self.allow_methods, [row.name for row in METHODS]),
@@ -111,7 +119,7 @@ class NodeRules(SettingsModel):
             names = _items(allowed)
             if name not in names and not (BUILT_IN in names and name in built_in):
                 raise _refused(key, f"one that the node allows ({allowed})", repr(name), rule)
-        settings = resolve_settings(run_config)
+        settings = self._on_own_data(resolve_settings(run_config))
         steps = [(name, getattr(part, name, 0)) for part in (settings, settings.own) for name in STEP_COUNTS]
         for key, value, rule, most in (
             ("local-epochs", settings.local_epochs, "max-local-epochs", self.max_local_epochs),
@@ -124,6 +132,27 @@ class NodeRules(SettingsModel):
                 got = "all of a client's examples" if value == sys.maxsize else str(value)
                 raise _refused(key, f"at most {most} on this node", got, rule)
         return settings
+
+    def _on_own_data(self, settings: Settings) -> Settings:
+        """Refuse to cut up this node's own data, and put its folder and options in the place of the run's."""
+        if settings.partition != "local" and not self.common_data:
+            raise SettingsError(
+                "setting 'partition'",
+                expected="local on this node, whose data are its own",
+                got=f"'{settings.partition}', by which it would train on one part of them only",
+                do="run with --set partition=local (the default of --superlink), or start the node with common-data=true if"
+                " all nodes have the same files",
+            )
+        update: dict[str, str] = {"data_dir": self.data_dir} if self.data_dir else {}
+        if self.task_options:
+            update["task_options"] = to_toml(
+                parse_toml_options("task-options", settings.task_options) | self._own_options
+            )
+        return settings.model_copy(update=update)
+
+    @property
+    def _own_options(self) -> dict[str, Any]:
+        return parse_toml_options("node config 'task-options'", self.task_options)
 
     def load_task(self, settings: Settings) -> Task:
         """Load the task that the settings name, with files of the node's data folders only.
@@ -144,8 +173,9 @@ class NodeRules(SettingsModel):
         devices = _items(self.devices)
         if devices and task.kind != TaskKind.CONVEX and (device := choose_device(settings.device)) not in devices:
             raise _refused("device", f"one of {self.devices}", device, "devices")
-        named = [(key, getattr(task.options, name)) for name, key in _path_options(task)]
-        if settings.data_dir:
+        own = self._own_options
+        named = [(key, getattr(task.options, name)) for name, key in _path_options(task) if key not in own]
+        if settings.data_dir != self.data_dir:
             self._check_path("data-dir", settings.data_dir, [Path(settings.data_dir).expanduser()])
         for key, value in named:
             if value:
@@ -154,7 +184,9 @@ class NodeRules(SettingsModel):
 
     def _check_path(self, key: str, value: str, places: list[Path]) -> None:
         """Refuse what leads out of the data folders; whether a file is there is told of these folders only."""
-        folders = [Path(folder).expanduser().resolve() for folder in _items(self.data_dirs)]
+        folders = [
+            Path(folder).expanduser().resolve() for folder in filter(None, [*_items(self.data_dirs), self.data_dir])
+        ]
         if own := os.environ.get(DATA_VARIABLE):
             folders.append(Path(own).expanduser().resolve())
         given = Path(value).expanduser()

@@ -32,6 +32,11 @@ _EVERY_TASK: Mapping[str, Scalar] = {
 }  # fmt: skip
 _OWN_CLIENTS: Mapping[str, Scalar] = {"partition": "column", "partition-column": "client", "client-test-fraction": 0.0}
 
+_LOCAL: Mapping[str, Scalar] = {
+    "validation-fraction": 0.0, "client-test-fraction": 0.2, "client-validation-fraction": 0.1, "client-evaluation": "last",
+}  # fmt: skip
+"""Where every node has data of its own the server has none, and clients measure."""
+
 _EXAMPLE: Mapping[str, str] = {"torch": "digits-mlp", "convex": "a9a"}
 
 TUNED: Mapping[str, Mapping[str, Scalar]] = {
@@ -115,6 +120,8 @@ def resolve_settings(run_config: Mapping[str, Any], task_kind: str | None = None
     tuned: dict[str, Scalar] = {}
     for name in (task_kind, task_group(task), task):
         tuned |= {**TUNED.get(name, {}), **method.tuned.get(name, {})}
+    if run_config.get("partition") == "local":
+        tuned |= _LOCAL
     if _text(run_config, "preset") == "paper":
         if not method.published:
             raise SettingsError(

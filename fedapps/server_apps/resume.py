@@ -104,7 +104,7 @@ def _other_changes(checkpoint: Checkpoint, then: MadeWith, folder: RunFolder, ta
     changes = []
     if then.version != fedapps.__version__:
         changes.append(f"fedapps {fedapps.__version__} where it was {then.version}")
-    data = task.checksums()
+    data = task.server_checksums()
     for part in sorted(then.data.keys() | data.keys()):
         before, after = then.data.get(part, "none"), data.get(part, "none")
         if before != after:

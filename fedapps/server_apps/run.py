@@ -139,7 +139,7 @@ def _start(
     flat = flatten(settings, method.group)
     folder.write_settings(flat)
     logger.info("settings: %s", " ".join(f"{key}={value!r}" for key, value in flat.items()))
-    data = task.checksums()
+    data = task.server_checksums()
     environment = describe_environment(device=settings.device, data_checksums=data)
     if checkpoint:
         environment |= _accepted_changes(folder, checkpoint, changes)
@@ -278,6 +278,10 @@ def _check_partitions(state: _Run) -> None:
     if state.num_partitions is None:
         state.num_partitions = now
         logger.info("%s", state.task.summary(now))
+        if state.settings.partition == "local":
+            facts = sorted(state.strategy.roster.facts.items())
+            told = ", ".join(f"client {p} {each.num_examples}" for p, each in facts)
+            logger.info("training examples, as the nodes tell: %s", told)
         for how, names in _treatment(state).items():
             logger.info("%s: %s", how, ", ".join(names) or "nothing")
         for reason, names in _reasons(state).items():

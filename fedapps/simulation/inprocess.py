@@ -116,7 +116,12 @@ class InProcessGrid(Grid):
             FIRST_NODE + num_clients - 1 - partition: Context(
                 run_id=self._run.run_id,
                 node_id=FIRST_NODE + num_clients - 1 - partition,
-                node_config={"partition-id": partition, "num-partitions": num_clients, "trust-server": True},
+                node_config={
+                    "partition-id": partition,
+                    "num-partitions": num_clients,
+                    "trust-server": True,
+                    "common-data": True,
+                },
                 state=RecordDict(),
                 run_config=run_config,
             )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedapps.compute import choose_device
-from fedapps.errors import CheckpointError, FedAppsError, LaunchError
+from fedapps.errors import CheckpointError, FedAppsError, LaunchError, SettingsError
 from fedapps.methods import get_method, resolve_settings
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import from_json
@@ -88,7 +88,16 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
         SettingsError: A setting is wrong; nothing was started.
         LaunchError: The engine could not be started, or went away.
     """
+    if how.superlink and run_config.get("partition", "auto") == "auto":
+        run_config = {**run_config, "partition": "local"}
     settings = resolve_settings(run_config)
+    if settings.partition == "local" and not how.superlink:
+        raise SettingsError(
+            "setting 'partition'",
+            expected="a split of the data that are here, since all clients run here",
+            got="'local', which is for nodes of a SuperLink with data of their own",
+            do="leave it out, or choose a connection with --superlink",
+        )
     config = flatten(settings, get_method(settings.method).group)
     folder = RunFolder.open(Path(settings.run_dir)) if settings.resume else None
     if not how.superlink:

@@ -297,6 +297,8 @@ class Task(ABC):
     def client_data(self, partition: int, num_partitions: int) -> ClientData:
         """Give the data of the client with a partition id from 0, the same on every call and in every process.
 
+        With ``partition = local`` all that the task loads here; its test set, if it has one, in place of a share held out.
+
         Raises:
             TaskError: The partition id is out of range, or the data cannot be split so.
         """
@@ -307,8 +309,13 @@ class Task(ABC):
                 got=str(partition),
                 do="give every client the same num-partitions and its own partition-id",
             )
-        mine = self._pool.take(self._split(num_partitions)[partition])
+        mine, own_test = (
+            self._loaded if self._is_local else (self._pool.take(self._split(num_partitions)[partition]), None)
+        )
         generator = stream(Purpose.CLIENT_HOLD_OUT, self.config.seed, num_partitions, partition)
+        if own_test is not None and len(own_test):
+            rest, validation = hold_out(mine.targets, self.config.client_validation_fraction, generator)
+            return ClientData(mine.take(rest), mine.take(validation), own_test)
         rest, test = hold_out(mine.targets, self.config.client_test_fraction, generator)
         # The second share is of what the client has, not of what the first cut left.
         share = self.config.client_validation_fraction * len(mine) / len(rest)
@@ -316,7 +323,10 @@ class Task(ABC):
         return ClientData(mine.take(rest[train]), mine.take(rest[validation]), mine.take(test))
 
     def server_data(self) -> ServerData:
-        """Give the data of the server: validation examples and the test set."""
+        """Give the data of the server: validation examples and the test set; none with ``partition = local``."""
+        if self._is_local:
+            none = Data(np.zeros((0, 1)), np.zeros(0))
+            return ServerData(none, none)
         return ServerData(self._pool_and_validation[1], self._loaded[1])
 
     def checksums(self) -> dict[str, str]:
@@ -326,6 +336,8 @@ class Task(ABC):
 
     def summary(self, num_partitions: int) -> str:
         """Describe who of so many clients got what, in a few lines of text with a table."""
+        if self._is_local:
+            return f"task {self.name}: each of {num_partitions} clients trains on all data of its own machine; server: none"
         server = self.server_data()
         head = (
             f"task {self.name}: {len(self._pool)} training examples over {num_partitions} clients"
@@ -356,6 +368,14 @@ class Task(ABC):
         Raises:
             TaskError: Which targets came, and which are expected.
         """
+
+    def server_checksums(self) -> dict[str, str]:
+        """Identify the data that the server has: `checksums`, or nothing where every node has its own."""
+        return {} if self._is_local else self.checksums()
+
+    @property
+    def _is_local(self) -> bool:
+        return self.config.partition.kind is PartitionKind.LOCAL
 
     @cached_property
     def _pool_and_validation(self) -> tuple[Data, Data]:

@@ -100,7 +100,12 @@ class ConvexTask(Task):
     @override
     def initial_arrays(self, seed: int) -> dict[str, NDArray[Any]]:
         """Give the zero vector, ``(d,)`` float64."""
-        return {WEIGHTS: np.zeros(self._pool.inputs.shape[1])}
+        return {WEIGHTS: np.zeros(self.num_features)}
+
+    @property
+    def num_features(self) -> int:
+        """The number ``d`` of features: that of the data, which a task may know without reading them."""
+        return int(self._pool.inputs.shape[1])
 
     @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:

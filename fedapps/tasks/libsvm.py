@@ -56,6 +56,12 @@ class LibsvmTask(ConvexTask):
         width = max(train[0].shape[1], test[0].shape[1])
         return _data(train, classes, train_path, width), _data(test, classes, test_paths[0], width)
 
+    @property
+    @override
+    def num_features(self) -> int:
+        """The option, so that a server needs no data; without it that of the files."""
+        return self.options.num_features or super().num_features
+
     @override
     def places(self, name: str) -> list[Path]:
         """Look in the data folder, and there in the folder ``libsvm``."""

@@ -33,6 +33,8 @@ class PartitionKind(StrEnum):
     """Each client has the same number of classes (flwr-datasets' `PathologicalPartitioner`, arXiv 2102.02079)."""
     COLUMN = "column"
     """One client for each value of a column, values ascending (flwr-datasets' `NaturalIdPartitioner`)."""
+    LOCAL = "local"
+    """Not at all: what the task loads on a client's machine is that client's own, all of it."""
 
 
 @dataclass(frozen=True)

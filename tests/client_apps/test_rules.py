@@ -26,7 +26,12 @@ SECRET = "hunter2"
 
 
 def context_of(config: dict[str, Any], **node_config: Any) -> Context:
-    node = {"partition-id": 0, "num-partitions": 2, **{key.replace("_", "-"): v for key, v in node_config.items()}}
+    node = {
+        "partition-id": 0,
+        "num-partitions": 2,
+        "common-data": True,
+        **{key.replace("_", "-"): v for key, v in node_config.items()},
+    }
     return Context(run_id=1, node_id=7, node_config=node, state=RecordDict(), run_config=config)
 
 
@@ -171,14 +176,14 @@ def test_every_option_that_names_a_file_is_declared_so() -> None:
             assert is_path(field) == (names and key != "num-features"), (row.name, key)
 
 
-@pytest.mark.parametrize("key", ["alow-tasks", "data-dir", "max-local-epoch", "partitionid"])
+@pytest.mark.parametrize("key", ["alow-tasks", "data-dirz", "max-local-epoch", "partitionid"])
 def test_a_rule_that_is_misspelt_is_not_missed(key: str) -> None:
     with pytest.raises(SettingsError, match=f"node 7, node config '{key}': .*did you mean"):
         Node.of(context_of({}, **{key: 1}))
 
 
 def test_keys_of_another_application_are_left_alone() -> None:
-    assert Node.of(context_of({}, sensor="x", db_path="/db")).rules == NodeRules()
+    assert Node.of(context_of({}, sensor="x", db_path="/db")).rules == NodeRules(common_data=True)
 
 
 def test_a_wrong_value_is_refused() -> None:
@@ -263,3 +268,44 @@ def test_an_error_that_is_not_ours_tells_a_server_its_kind_and_place(monkeypatch
 def test_a_refusal_tells_the_server_what_was_refused() -> None:
     with pytest.raises(ClientError, match=r"SettingsError: setting 'task': expected one .*got 'os:x'; .*'allow-tasks'"):
         query({"task": "os:x"})
+
+
+def test_a_node_refuses_to_have_its_own_data_cut_up() -> None:
+    with pytest.raises(
+        SettingsError, match=r"'partition': expected local on this node.*'dirichlet'.*one part.*common-data"
+    ):
+        resolve({"method": "fedavg", "task": "digits"}, common_data=False)
+    assert resolve({"method": "fedavg", "task": "digits", "partition": "local"}, common_data=False).partition == "local"
+
+
+def test_a_trusted_server_cannot_cut_up_a_nodes_own_data_either() -> None:
+    with pytest.raises(SettingsError, match="'partition': expected local"):
+        resolve({"method": "fedavg", "task": "digits"}, common_data=False, trust_server=True)
+
+
+def test_a_node_has_its_own_file_whatever_the_run_names(tmp_path: Path) -> None:
+    own = tmp_path / "own.svm"
+    own.write_text("+1 1:1\n-1 2:1\n+1 1:2\n")
+    config = {
+        "method": "fedavg", "task": "libsvm", "partition": "local",
+        "task-options": "file = 'theirs.svm'\nnum-features = 3\nregularisation = 0.5",
+    }  # fmt: skip
+    task = load(config, common_data=False, task_options=f"file = '{own}'")
+    data = task.client_data(0, 2)
+    assert (len(data.train), len(data.validation), len(data.test)) == (2, 0, 1)
+    assert task.options.regularisation == 0.5
+    assert task.client_data(1, 2).train.sha256() != ""
+
+
+def test_a_nodes_own_folder_stands_in_for_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "libsvm").mkdir()
+    (tmp_path / "libsvm" / "mine").write_text("+1 1:1\n-1 2:1\n")
+    config = {
+        "method": "fedavg",
+        "task": "libsvm",
+        "partition": "local",
+        "task-options": "file = 'mine'",
+        "data-dir": "/nowhere",
+    }
+    task = load(config, common_data=False, data_dir=str(tmp_path))
+    assert len(task.client_data(0, 2).train) >= 1

@@ -30,8 +30,11 @@ def loopback_deployment(
     python_path: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     rules: Mapping[str, str] | None = None,
+    own: Sequence[Mapping[str, str | bool]] = (),
 ) -> Iterator[Deployment]:
     """One SuperLink and nodes with partition ids 0, 1, ... and a state folder each, which allow what `rules` add.
+
+    The nodes have the same files, unless `own` says what each has of its own in its configuration.
 
     Logs and states are written to `folder`; all processes end with the block.
     """
@@ -44,7 +47,9 @@ def loopback_deployment(
                 "partition-id": partition,
                 "num-partitions": num_nodes,
                 "state-dir": str(folder / f"state-{partition}"),
+                "common-data": not own,
                 **(rules or {}),
+                **(own[partition] if own else {}),
             }
             return SuperNode(superlink.address, config, log_path=log_path, **shared)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fedapps.errors import CheckpointError, FedAppsError, LaunchError, RoundFailedError, SettingsError
+from fedapps.methods import resolve_settings
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus
 from fedapps.simulation import launcher
@@ -313,3 +314,36 @@ def test_flowers_log_goes_to_the_file_and_comes_back(tmp_path: Path) -> None:
         fail()
     assert (tmp_path / "log").read_text().rstrip().endswith("ERROR a line")
     assert logger.handlers == before
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "local"), ({"partition": "auto"}, "local"), ({"partition": "iid"}, "iid")]
+)
+def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def launch(config: dict[str, Any], **how: Any) -> Outcome:
+        sent.append(config)
+        raise LaunchError("nowhere")
+
+    monkeypatch.setattr(module_under_test, "run_on_superlink", launch)
+    with pytest.raises(LaunchError, match="nowhere"):
+        start({"method": "fedavg", "task": "digits", **given}, Start(superlink="lab"), None)
+    assert sent[0]["partition"] == expected
+    if expected == "local":
+        assert (sent[0]["validation-fraction"], sent[0]["client-evaluation"]) == (0.0, "last")
+
+
+def test_local_data_are_refused_where_all_clients_run_here(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match="'partition': expected a split.*'local', which is for nodes of a SuperLink"
+    ):
+        start({"method": "fedavg", "task": "digits", "partition": "local"}, Start(engine=Engine.INPROCESS), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_without_data_holds_none_out() -> None:
+    with pytest.raises(SettingsError, match="'validation-fraction': expected 0 with partition = local"):
+        resolve_settings({"method": "fedavg", "task": "digits", "partition": "local", "validation-fraction": 0.2})

@@ -323,3 +323,44 @@ def test_checksum_sees_every_part_and_no_more():
         make(csr_array(2 * np.eye(2))),
     ]
     assert len(set(different)) == len(different)
+
+
+def test_local_data_are_all_the_clients_and_none_the_servers():
+    """What a node loads is not cut; its test set is its own, and held-out shares are drawn as from a partition."""
+    local = PartitionConfig(PartitionKind.LOCAL)
+    task = Counting(TaskConfig(partition=local, client_validation_fraction=0.2, client_test_fraction=0.5))
+    for partition in (0, 4):
+        mine = task.client_data(partition, 5)
+        assert np.array_equal(np.sort(np.concatenate([mine.train.inputs, mine.validation.inputs])), np.arange(100))
+        assert len(mine.validation) == 20
+        assert np.array_equal(mine.test.inputs, np.arange(1000, 1020))
+    assert (len(task.server_data().validation), len(task.server_data().test)) == (0, 0)
+    assert "each of 5 clients trains on all data of its own machine" in task.summary(5)
+
+
+class Untested(Counting):
+    """The same without a test set."""
+
+    def load(self):
+        train, test = super().load()
+        return train, test.take([])
+
+
+def test_local_data_and_a_partition_with_the_same_examples_are_held_out_alike():
+    fractions = {"client_validation_fraction": 0.2, "client_test_fraction": 0.25}
+    cut = Untested(TaskConfig(partition=PartitionConfig(PartitionKind.COLUMN, column="site"), **fractions))
+
+    class Site(Untested):
+        def load(self):
+            train, test = super().load()
+            return train.take(np.flatnonzero(train.columns["site"] == "s1")), test
+
+    own = Site(TaskConfig(partition=PartitionConfig(PartitionKind.LOCAL), **fractions)).client_data(1, 3)
+    theirs = cut.client_data(1, 3)
+    for part in ("train", "validation", "test"):
+        assert np.array_equal(getattr(own, part).inputs, getattr(theirs, part).inputs)
+
+
+def test_a_node_without_examples_is_told():
+    with pytest.raises(TaskError, match="expected at least one training example"):
+        Counting(TaskConfig(partition=PartitionConfig(PartitionKind.LOCAL), options={"examples": 0})).client_data(0, 2)

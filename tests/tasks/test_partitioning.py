@@ -166,7 +166,7 @@ def test_targets_that_are_not_labels_need_another_split():
         ({"min_size": 0}, "partition-min-size"),
         ({"classes_per_client": 0}, "classes-per-client"),
         ({"kind": PartitionKind.COLUMN}, "partition-column: expected the name of a column"),
-        ({"kind": "random"}, "one of iid, dirichlet, classes, column, got random"),
+        ({"kind": "random"}, "one of iid, dirichlet, classes, column, local, got random"),
     ],
     ids=["alpha-zero", "alpha-nan", "minimum-zero", "no-classes", "no-column", "unknown-kind"],
 )
