@@ -338,7 +338,7 @@ def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
 
 def test_local_data_are_refused_where_all_clients_run_here(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match="'partition': expected a split.*'local', which is for nodes of a SuperLink"
+        SettingsError, match=r"'partition': expected a split.*'local', which is for nodes of a SuperLink"
     ):
         start({"method": "fedavg", "task": "digits", "partition": "local"}, Start(engine=Engine.INPROCESS), tmp_path)
     assert not list(tmp_path.iterdir())
