@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from fedapps.client_apps.problem import (
@@ -166,10 +167,10 @@ class TorchProblem(LocalProblem):
         parameters = _trainable(model)
         anchor = {n: array_tensor(pull.anchor[n], p) for n, p in parameters.items() if n in pull.anchor}
         shifts = {n: array_tensor(value, parameters[n]) for n, value in (shift or {}).items()}
-        pulled = {"params": [p for n, p in parameters.items() if n in anchor], "lr": pull.step}
-        others = {"params": [p for n, p in parameters.items() if n not in anchor], "lr": self._work.lr}
-        optimizer = torch.optim.SGD(
-            [group for group in (pulled, others) if group["params"]],
+        pulled = [p for n, p in parameters.items() if n in anchor]
+        others = [p for n, p in parameters.items() if n not in anchor]
+        steps = _PlainSteps(
+            [(pulled, pull.step), (others, self._work.lr)],
             momentum=self._work.settings.local_momentum,
             weight_decay=self._work.settings.weight_decay,
         )
@@ -180,7 +181,7 @@ class TorchProblem(LocalProblem):
             for name, value in shifts.items():
                 p = parameters[name]
                 p.grad = value.clone() if p.grad is None else p.grad.add_(value)
-            optimizer.step()
+            steps.take()
 
         return self._train(model, take_step, batches)
 
@@ -238,7 +239,7 @@ class TorchProblem(LocalProblem):
     def move_with_copy(self, received: Arrays, theta: Arrays, config: PFedMeConfig) -> tuple[Trained, Trained]:
         model = self._model(theta)
         parameters = _trainable(model)
-        optimizer = torch.optim.SGD(parameters.values(), lr=config.personal_lr)
+        steps = _PlainSteps([(list(parameters.values()), config.personal_lr)])
         local = {name: array_tensor(received[name], p) for name, p in parameters.items()}
         taken = 0
 
@@ -247,7 +248,7 @@ class TorchProblem(LocalProblem):
             add_proximal_gradient(model, local, config.lam)
             accurate = config.inner_accuracy > 0 and squared_gradient(model) <= config.inner_accuracy
             if not accurate:
-                optimizer.step()
+                steps.take()
                 taken += 1
             solved = accurate or taken == config.num_inner_steps
             if solved:
@@ -400,6 +401,48 @@ class TorchProblem(LocalProblem):
             name: np.zeros(p.shape) if p.grad is None else p.grad.cpu().numpy() for name, p in model.named_parameters()
         }
         return flatten(gradients, names)
+
+
+class _PlainSteps:
+    """The steps of torch's SGD, by its function: the class loads torch's compiler, seconds in each process that trains.
+
+    Args:
+        groups: Parameters, and their step.
+        momentum: Share of the last direction that is kept.
+        weight_decay: Added to gradients, times the parameters.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[Sequence[nn.Parameter], float]],
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self._groups, self._momentum, self._weight_decay = groups, momentum, weight_decay
+        self._directions: dict[nn.Parameter, Tensor | None] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take a step from the gradients that are in the parameters."""
+        for parameters, lr in self._groups:
+            moving = {p: p.grad for p in parameters if p.grad is not None}
+            if not moving:
+                continue
+            directions = [self._directions.get(p) for p in moving]
+            sgd(
+                list(moving),
+                list(moving.values()),
+                directions,
+                has_sparse_grad=any(g.is_sparse for g in moving.values()),
+                weight_decay=self._weight_decay,
+                momentum=self._momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+            self._directions |= dict(zip(moving, directions, strict=True))
 
 
 def read_model(model: nn.Module) -> tuple[Arrays, Arrays]:

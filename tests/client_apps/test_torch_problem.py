@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fedapps.client_apps.problem import Pull
-from fedapps.client_apps.torch_problem import TorchProblem
+from fedapps.client_apps.torch_problem import TorchProblem, _PlainSteps
 from fedapps.client_apps.work import ClientWork, Node
 from fedapps.methods import resolve_settings
 from fedapps.tasks.base import ClientData, Data, TaskConfig
@@ -105,3 +108,38 @@ def test_a_bfloat16_model_is_pulled_to_the_numbers_not_to_their_patterns() -> No
     anchor = {"w": torch.ones(1, dtype=torch.bfloat16).view(torch.uint16).numpy()}
     trained = TorchProblem(work, task).descend(start, Pull(anchor, 2.0, 0.125))
     assert torch.from_numpy(trained.arrays["w"]).view(torch.bfloat16).tolist() == [1.875]
+
+
+@pytest.mark.slow
+def test_a_plain_step_does_not_load_torchs_compiler() -> None:
+    """As `torch.optim.SGD` would: two seconds in each process of a client."""
+    code = (
+        "import sys, torch; from fedapps.client_apps.torch_problem import _PlainSteps\n"
+        "p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
+        "steps = _PlainSteps([([p], 0.5)], momentum=0.5); steps.take(); steps.take()\n"
+        "sys.exit(p.tolist() != [-0.25, -0.25] or 'torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_plain_steps_are_those_of_torchs_sgd(sparse: bool) -> None:
+    def trained(own: bool) -> list[np.ndarray]:
+        torch.manual_seed(1)
+        rows, head = torch.nn.Embedding(5, 3, sparse=sparse), torch.nn.Linear(3, 1)
+        unused = torch.nn.Parameter(torch.ones(2))
+        momentum, decay = (0.0, 0.0) if sparse else (0.9, 0.1)
+        groups = [(list(rows.parameters()), 0.1), ([*head.parameters(), unused], 0.3)]
+        steps: Any = _PlainSteps(groups, momentum=momentum, weight_decay=decay)
+        if not own:
+            named = [{"params": parameters, "lr": lr} for parameters, lr in groups]
+            steps = torch.optim.SGD(named, momentum=momentum, weight_decay=decay)
+        for k in range(4):
+            for p in (*rows.parameters(), *head.parameters()):
+                p.grad = None
+            head(rows(torch.tensor([k, 2]))).square().sum().backward()
+            steps.take() if own else steps.step()
+        return [p.detach().numpy() for p in (rows.weight, *head.parameters(), unused)]
+
+    for ours, theirs in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
