@@ -17,17 +17,20 @@ class MeanStrategy(RoundStrategy):
 
     _model: Arrays
     _sums: TensorSums
+    _buffers: set[str]
 
     @override
     def begin(self, model: Arrays) -> None:
         self._model = model
         self._sums = start_mean(model)
+        self._buffers = set()
 
     @override
     def fold(self, reply: Reply) -> None:
         check_complete(reply, set(), self._model)
         weight = self.settings.weight(reply.num_examples)
         add_mean(self._sums, weight, {**reply.arrays, **reply.buffers}, where=reply.where)
+        self._buffers |= set(reply.buffers)
 
     def mean(self) -> Arrays:
         """Give the mean of the models folded so far, integers their maximum, in the order of the model."""
@@ -53,16 +56,6 @@ class ChangeStrategy(MeanStrategy):
     def origin(self, reply: Reply) -> Arrays:
         """Say what tensors are measured from: only buffers do not come as changes."""
         return {name: self._model[name] for name in reply.buffers}
-
-    @override
-    def begin(self, model: Arrays) -> None:
-        super().begin(model)
-        self._buffers: set[str] = set()
-
-    @override
-    def fold(self, reply: Reply) -> None:
-        super().fold(reply)
-        self._buffers |= set(reply.buffers)
 
     def moved(self, step: float, direction: Arrays | None = None) -> Arrays:
         r"""Give :math:`\theta + \text{step} \sum_i p_i \Delta_i`, computed in float64, with the mean of the buffers.

@@ -44,14 +44,8 @@ class PFedMe(MeanStrategy):
         return {"beta": own.beta}
 
     @override
-    def begin(self, model: Arrays) -> None:
-        super().begin(model)
-        self._buffers: set[str] = set()
-
-    @override
     def fold(self, reply: Reply) -> None:
         super().fold(reply)
-        self._buffers |= set(reply.buffers)
         warn_of_step(self, reply)
 
     @override
