@@ -226,7 +226,7 @@ def plot_distance(
     Args:
         panels: Data set -> method -> distances of rounds 0, 1, ...; those that are not positive and finite are gaps.
         path: File to write; its ending chooses the format.
-        sent: Data set -> method -> bytes sent until the end of rounds 0, 1, ...: a second row of panels.
+        sent: Data set -> method -> bytes sent until the end of rounds 0, 1, ...: a second panel for each data set.
         ylabel: Label of the vertical axis.
 
     Raises:
@@ -235,9 +235,9 @@ def plot_distance(
     if not panels:
         raise _nothing_to_draw([])
     looks = choose_looks({label: label for curves in panels.values() for label in curves})
-    figure, axes = _figure(len(panels), rows=2 if sent else 1)
+    figure, axes = _figure(2, rows=len(panels)) if sent else _figure(len(panels))
     scales = [(None, _scale_rounds), *([(sent, _scale_bytes)] if sent else [])]
-    for axis, ((totals, scale), (name, curves)) in zip(axes, product(scales, panels.items()), strict=True):
+    for axis, ((name, curves), (totals, scale)) in zip(axes, product(panels.items(), scales), strict=True):
         across = {
             label: np.arange(len(distances)) if totals is None else np.array(totals[name][label], dtype=float)
             for label, distances in curves.items()
@@ -249,7 +249,7 @@ def plot_distance(
         axis.set_yscale("log")
         axis.set_title(name, fontsize=10)
         scale(axis, across)
-        axis.set_ylabel(ylabel if axis in axes[:: len(panels)] else "")
+        axis.set_ylabel(ylabel if axis in axes[:: 2 if sent else len(panels)] else "")
     _finish(figure, path)
 
 
@@ -445,6 +445,8 @@ def _finish(figure: Figure, path: Path) -> None:
     # Inches of the widest entry: its text at 9 points, and the line before it.
     widest = 0.075 * max(len(label) for label in entries) + 0.7
     columns = max(1, math.floor(figure.get_figwidth() / widest))
+    # A legend of many lines must not take the panels' room.
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(entries) / columns) - 2))
     figure.legend(
         entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )

@@ -267,6 +267,21 @@ def test_distances_are_drawn_on_a_log_scale_a_panel_a_data_set(tmp_path: Path, d
     assert_picture(tmp_path / "distance.png", figure)
 
 
+def test_distances_over_bytes_stand_beside_those_over_rounds(drawn: list[Figure], tmp_path: Path) -> None:
+    many = {f"method {i}": [1.0, 0.1 / (i + 1)] for i in range(30)}
+    panels = {"a9a": many, "w8a": {"fedpm": [1.0, 0.5, 0.2]}}
+    sent = {"a9a": {label: [0, 1e6 * (i + 1)] for i, label in enumerate(many)}, "w8a": {"fedpm": [0, 2e6, 4e6]}}
+    plot_distance(panels, tmp_path / "distance.png", sent=sent)
+    (figure,) = drawn
+    assert [axis.get_title() for axis in figure.axes] == ["a9a", "a9a", "w8a", "w8a"]
+    assert [axis.get_xlabel().partition(" ")[0] for axis in figure.axes] == ["round", "payload"] * 2
+    np.testing.assert_array_equal(figure.axes[3].lines[0].get_xdata(), [0, 2e6, 4e6])
+    np.testing.assert_array_equal(figure.axes[2].lines[0].get_xdata(), [0, 1, 2])
+    # The legend of 31 lines takes no room from the panels.
+    assert all(axis.get_position().height * figure.get_figheight() > 2 for axis in figure.axes)
+    assert_picture(tmp_path / "distance.png", figure)
+
+
 def test_a_method_looks_the_same_in_every_figure() -> None:
     place = [method.name for method in METHODS].index("fedavg")
     assert choose_looks({"fedavg": "fedavg"})["fedavg"] == Look(place)
