@@ -16,7 +16,7 @@ from fedapps.client_apps.work import Node
 
 from ..simulation import runs
 
-TRUSTING = NodeRules(trust_server=True)
+TRUSTING = NodeRules(trust_server=True, common_data=True)
 
 
 @pytest.fixture(autouse=True)

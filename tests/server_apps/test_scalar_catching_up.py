@@ -59,7 +59,7 @@ def _plain_node(context: Context) -> Node:
         int(context.node_config["partition-id"]),
         int(context.node_config["num-partitions"]),
         None,
-        NodeRules(trust_server=True),
+        NodeRules(trust_server=True, common_data=True),
     )
 
 
