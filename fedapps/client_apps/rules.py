@@ -56,7 +56,7 @@ class NodeRules(SettingsModel):
     )
     data_dir: str = setting("", "folder of this node's data files, in place of the run's data-dir")
     task_options: str = setting(
-        "", "options of the task on this node, as TOML text, such as its own file; the run's stand beside"
+        "", "options of the task on this node, as TOML text, such as its own file, beside the run's"
     )
     allow_tasks: str = setting(
         BUILT_IN, "tasks, comma separated: names, module:Name, or built-in for all built-in ones"

@@ -33,8 +33,7 @@ def train(work: ClientWork) -> RecordDict:
     held = kept.state or {f"c/{name}": np.zeros(x[name].shape) for name in problem.names}
     c_i = {name: held[f"c/{name}"] for name in problem.names}
 
-    # Without its c_i a client has no correction: its steps are FedAvg's.
-    shift = {} if kept.lost else {name: c[name] - c_i[name] for name in problem.names}
+    shift = {name: c[name] - c_i[name] for name in problem.names}
     trained = problem.descend(x, batches=work.batches(), shift=shift)
     dy = {name: trained.arrays[name] - x[name] for name in problem.names}
     if work.settings.own.option == "I":

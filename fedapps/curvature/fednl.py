@@ -73,7 +73,7 @@ class ServerState:
 
 @dataclass
 class RoundSums:
-    """What the replies of a round add to a `ServerState`. `add_reply` changes it in place.
+    """What the replies of a round add to a `ServerState`.
 
     Attributes:
         initial: ``sum p_i H_i^0`` of clients that are heard of for the first time.

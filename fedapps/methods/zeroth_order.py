@@ -141,7 +141,12 @@ _DECOMFL_PUBLISHED: Mapping[str, Mapping[str, Scalar]] = {
 """The command of the authors' repository (github.com/ZidongLiu/DeComFL), whose mu, forward difference and Gaussian directions
 are the defaults here; its weight decay of 5e-4 has no counterpart."""
 
-_method = partial(Method, family="zeroth order", task_kinds=("torch",))
+_method = partial(
+    Method,
+    family="zeroth order",
+    task_kinds=("torch",),
+    kinds_because="directions are laid over the tensors of a torch model",
+)
 
 METHODS: tuple[Method, ...] = (
     *(

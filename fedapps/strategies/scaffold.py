@@ -6,8 +6,8 @@ r"""SCAFFOLD (arXiv 1910.06378, Algorithm 1): steps of the server with control v
 with ``p_i`` over all ``N`` clients, so that always :math:`c = \sum_i p_i c_i`; ``c = c_i = 0`` at the start. With uniform
 weights the second sum is the paper's ``|S|/N`` times the mean. The client is in `fedapps.client_apps.scaffold`.
 
-A client that has lost its store cannot take back what ``c`` holds of it. Then the control variates start anew, all at zero: its
-reply counts as FedAvg's, and from the next round on every client's ``c_i`` is one of a new generation.
+A client that has lost its store cannot take back what ``c`` holds of it. Then the control variates start anew, all at zero:
+it trains as one that takes part for the first time, and from the next round on every client's ``c_i`` is of a new generation.
 """
 
 from __future__ import annotations
