@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 
 import fedapps
 from fedapps.client_apps.personal_models import evaluate_model
-from fedapps.client_apps.rules import errors_hold_no_content
+from fedapps.client_apps.rules import NodeRules, errors_hold_no_content
 from fedapps.client_apps.work import Node, unpack_work
 from fedapps.compute import choose_device, pinned
 from fedapps.messages.node_facts import NODE, NodeFacts
@@ -28,10 +28,11 @@ def query(message: Message, context: Context) -> Message:
     Returns:
         The facts of the node, which the server checks before training.
     """
-    node = Node.of(context)
-    settings = node.rules.resolve(context.run_config)
+    rules = NodeRules.of_node(context)
+    settings = rules.resolve(context.run_config)
+    node = Node.of(context, settings, rules)
     with pinned(settings.compute_threads):
-        task = node.rules.load_task(settings)
+        task = rules.load_task(settings)
         method = get_method(settings.method)
         facts = NodeFacts(
             partition=node.partition,
@@ -40,8 +41,11 @@ def query(message: Message, context: Context) -> Message:
             version=fedapps.__version__,
             method=settings.method,
             device="cpu" if task.kind == "convex" else choose_device(settings.device),
-            layout=method.layout_of(task, settings),
+            # Of a model whose shape the nodes have yet to agree on, the server says it.
+            layout="" if settings.partition == "local" else method.layout_of(task, settings),
             kernel=_kernel(settings.device) if method.replicas else "",
+            name=node.name,
+            told=task.tell() if settings.partition == "local" else {},
         )
     return Message(RecordDict({NODE: facts.to_record()}), reply_to=message)
 
@@ -63,7 +67,7 @@ def train(message: Message, context: Context) -> Message:
     Returns:
         The method's reply.
     """
-    settings = Node.of(context).rules.resolve(context.run_config)
+    settings = NodeRules.of_node(context).resolve(context.run_config)
     client = get_method(settings.method).load_client()
     with pinned(settings.compute_threads):
         content = client(unpack_work(message, context))

@@ -47,6 +47,7 @@ class ClientError(FedAppsError):
 class NodeRules(SettingsModel):
     """The keys of a node's configuration; keys of another application beside them are left alone."""
 
+    name: str = setting("", "what the node is called, its identity in runs where every node has data of its own")
     state_dir: str = setting(
         "", "folder that the client keeps its state in; empty = $FEDAPPS_STATE, else ~/.fedapps/clients"
     )
@@ -96,6 +97,11 @@ class NodeRules(SettingsModel):
         if _in_simulation():
             given = {"trust-server": True, "common-data": True, **given}
         return cls.from_keys(given, place)
+
+    @classmethod
+    def of_node(cls, context: Context) -> Self:
+        """Read the configuration of a node; as `of`."""
+        return cls.of(context.node_config, f"node {context.node_id}, node config")
 
     def resolve(self, run_config: Mapping[str, Any]) -> Settings:
         """Check and resolve a run config; nothing that it names is imported before it is allowed.
@@ -154,11 +160,12 @@ class NodeRules(SettingsModel):
     def _own_options(self) -> dict[str, Any]:
         return parse_toml_options("node config 'task-options'", self.task_options)
 
-    def load_task(self, settings: Settings) -> Task:
+    def load_task(self, settings: Settings, agreed: Mapping[str, Any] | None = None) -> Task:
         """Load the task that the settings name, with files of the node's data folders only.
 
         Args:
             settings: What `resolve` gave.
+            agreed: As for `load_task_of`.
 
         Returns:
             The task; nothing of its data is read yet.
@@ -167,7 +174,7 @@ class NodeRules(SettingsModel):
             TaskError: As `load_task_of`.
             SettingsError: A file or folder lies elsewhere, or the device is not allowed.
         """
-        task = load_task_of(settings)
+        task = load_task_of(settings, agreed)
         if self.trust_server:
             return task
         devices = _items(self.devices)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Context, Message, MetricRecord
@@ -17,7 +18,9 @@ from fedapps.client_apps.store import ClientStore
 from fedapps.compute import choose_device, generator
 from fedapps.errors import MessageError, SettingsError
 from fedapps.messages.schema import (
+    AGREED,
     ARRAYS,
+    CLIENT,
     CONFIG,
     NUM_EXAMPLES,
     SERVER_ROUND,
@@ -38,51 +41,70 @@ class Node:
     """Who this client is, from its node's config.
 
     Attributes:
-        partition: Partition id, the client's identity.
-        num_partitions: Number of partitions.
+        partition: Partition id, the client's identity. Where nodes have data of their own, the number that the server knows
+            this one by: -1 before it has given one.
+        num_partitions: Number of partitions; 0 where nodes have data of their own.
         state_dir: Folder for the client's persistent state, or None.
         rules: What the node allows.
+        name: What its configuration calls it.
     """
 
     partition: int
     num_partitions: int
     state_dir: Path | None
     rules: NodeRules = field(default_factory=NodeRules)
+    name: str = ""
 
     @classmethod
-    def of(cls, context: Context) -> Node:
+    def of(cls, context: Context, settings: Settings, rules: NodeRules, config: Entries | None = None) -> Node:
         """Read a node's config.
 
         Args:
             context: Flower's context of the node.
+            settings: The settings of the run.
+            rules: The rules of the node.
+            config: What the server says in its message.
 
         Returns:
             The node.
 
         Raises:
-            SettingsError: ``partition-id`` or ``num-partitions`` is absent or not an integer in range, or a rule is wrong.
+            SettingsError: Where the run cuts common data into partitions, ``partition-id`` or ``num-partitions`` is absent or
+                not an integer in range.
+            MessageError: The server does not say which client the node is.
         """
-        numbers = []
-        for key in ("partition-id", "num-partitions"):
-            value = context.node_config.get(key)
-            if not (str(value).isascii() and str(value).isdigit()):
-                raise SettingsError(
-                    f"node {context.node_id}, node config '{key}'",
-                    expected="an integer from 0",
-                    got="nothing" if value is None else repr(value),
-                    do="start the SuperNode with --node-config 'partition-id=0 num-partitions=2'",
-                )
-            numbers.append(int(str(value)))
-        partition, num_partitions = numbers
-        if partition >= num_partitions:
+        if settings.partition == "local":
+            partition, num_partitions = -1 if config is None else int(_entry(config, CLIENT)), 0
+        else:
+            partition, num_partitions = _partition_of(context)
+        name = rules.name or str(context.node_config.get("partition-id", ""))
+        return cls(
+            partition, num_partitions, Path(rules.state_dir).expanduser() if rules.state_dir else None, rules, name
+        )
+
+
+def _partition_of(context: Context) -> tuple[int, int]:
+    """Read ``partition-id`` and ``num-partitions``."""
+    numbers = []
+    for key in ("partition-id", "num-partitions"):
+        value = context.node_config.get(key)
+        if not (str(value).isascii() and str(value).isdigit()):
             raise SettingsError(
-                f"node {context.node_id}",
-                expected=f"a partition-id below num-partitions = {num_partitions}",
-                got=str(partition),
-                do="count partitions from 0",
+                f"node {context.node_id}, node config '{key}'",
+                expected="an integer from 0, since the run cuts the data into partitions",
+                got="nothing" if value is None else repr(value),
+                do="start the SuperNode with --node-config 'partition-id=0 num-partitions=2', or run with partition=local",
             )
-        rules = NodeRules.of(context.node_config, f"node {context.node_id}, node config")
-        return cls(partition, num_partitions, Path(rules.state_dir).expanduser() if rules.state_dir else None, rules)
+        numbers.append(int(str(value)))
+    partition, num_partitions = numbers
+    if partition >= num_partitions:
+        raise SettingsError(
+            f"node {context.node_id}",
+            expected=f"a partition-id below num-partitions = {num_partitions}",
+            got=str(partition),
+            do="count partitions from 0",
+        )
+    return partition, num_partitions
 
 
 @dataclass(frozen=True)
@@ -231,14 +253,15 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
         TaskError: The task is wrong, or the client has no examples.
         MessageError: A record or an entry of the message is absent.
     """
-    node = Node.of(context)
-    settings = node.rules.resolve(context.run_config)
+    rules = NodeRules.of_node(context)
+    settings = rules.resolve(context.run_config)
     records = unpack(message.content, "server's message")
     for name in (ARRAYS, CONFIG):
         if name not in records:
             raise missing_record("server's message", name, "record", message.content)
     arrays, config = records.pop(ARRAYS), records.pop(CONFIG)
-    task = node.rules.load_task(settings)
+    node = Node.of(context, settings, rules, config)
+    task = rules.load_task(settings, _agreed(config))
     data = task.client_data(node.partition, node.num_partitions)
     return ClientWork(
         settings=settings,
@@ -254,6 +277,23 @@ def unpack_work(message: Message, context: Context) -> ClientWork:
         config=config,
         records=records,
     )
+
+
+def _agreed(config: Entries) -> dict[str, Any]:
+    """Read what nodes with data of their own have agreed on; nothing where the run has partitions."""
+    text = config.get(AGREED, "{}")
+    try:
+        agreed = json.loads(str(text))
+    except (ValueError, RecursionError):
+        agreed = None
+    if not isinstance(agreed, dict):
+        raise MessageError(
+            f"server's message, entry '{AGREED}'",
+            expected="a JSON object",
+            got=repr(text)[:200],
+            do="run the same version of fedapps on both ends",
+        )
+    return agreed
 
 
 def _entry(config: Entries, key: str) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -15,19 +18,25 @@ MOST_PARTITIONS = 10_000_000
 """Partitions that a node may speak of."""
 
 
+MOST_TOLD = 10_000_000
+"""Characters that a node may tell of its data."""
+
+
 @dataclass(frozen=True)
 class NodeFacts:
     """What a node says of itself in the handshake.
 
     Attributes:
-        partition: Partition id of its data.
-        num_partitions: Number of partitions that it believes there are.
+        partition: Partition id of its data; -1 for a node with data of its own that has none.
+        num_partitions: Number of partitions that it believes there are; 0 likewise.
         num_examples: Training examples that it holds.
         version: Version of this package on the node.
         method: Method that the node is set up for.
         device: Device that it computes on.
         layout: Which tensors would be preconditioned, as `Layout.to_json`; empty for methods without curvature.
         kernel: Checksum of known directions as the node draws and applies them; empty for methods without replicas.
+        name: What its configuration calls it, or empty; nodes with data of their own are known by it.
+        told: What it tells of data of its own (`fedapps.tasks.base.Task.tell`).
     """
 
     partition: int
@@ -38,6 +47,8 @@ class NodeFacts:
     device: str
     layout: str
     kernel: str = ""
+    name: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> ConfigRecord:
         """Pack into a record."""
@@ -51,6 +62,8 @@ class NodeFacts:
                 "device": self.device,
                 "layout": self.layout,
                 "kernel": self.kernel,
+                "name": self.name,
+                "told": json.dumps(dict(self.told)),
             }
         )
 
@@ -83,12 +96,23 @@ class NodeFacts:
                 device=str(record["device"]),
                 layout=str(record["layout"]),
                 kernel=str(record["kernel"]),
+                name=str(record.get("name", "")),
+                told=_told(str(record.get("told", "{}"))),
             )
-            if not 0 < facts.num_partitions <= MOST_PARTITIONS or facts.num_examples < 0:
+            if not 0 <= facts.num_partitions <= MOST_PARTITIONS or facts.num_examples < 0:
                 raise ValueError(f"{facts.num_partitions} partitions, {facts.num_examples} examples")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             held = str(dict(record))[:200]
             raise MessageError(
                 where, expected="the facts of a node", got=f"{held} ({error})", do="update the node"
             ) from error
         return facts
+
+
+def _told(text: str) -> dict[str, Any]:
+    if len(text) > MOST_TOLD:
+        raise ValueError(f"{len(text)} characters told of its data, at most {MOST_TOLD} are read")
+    told = json.loads(text)
+    if not isinstance(told, dict):
+        raise TypeError(f"told {type(told).__name__}")
+    return told

@@ -62,6 +62,8 @@ SKETCH = "sketch"
 """FedNS's sketched square root of the Hessian."""
 
 SERVER_ROUND = "server-round"
+CLIENT = "client"
+AGREED = "agreed"
 GENERATION = "generation"
 STORE_LOST = "store-lost"
 STEP_LIMIT = "step-limit"

@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Checkpoint:
         strategy_state: What else it keeps, as JSON: string keys; values None, bool, int, float, str, list, dict.
         last_folded: Partition -> last round in which its reply was folded.
         made_with: What a resume is compared with; None in a checkpoint of a version that did not write it.
+        roster: Who the clients are, where nodes have data of their own: `fedapps.strategies.roster.Roster.state`.
     """
 
     server_round: int
@@ -69,6 +70,7 @@ class Checkpoint:
     strategy_state: dict[str, Any]
     last_folded: dict[int, int]
     made_with: MadeWith | None = None
+    roster: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def _state(checkpoint: Checkpoint) -> dict[str, Any]:
         "num-partitions": checkpoint.num_partitions,
         "strategy-state": checkpoint.strategy_state,
         "last-folded": {str(partition): last for partition, last in checkpoint.last_folded.items()},
+        "roster": checkpoint.roster,
         "made-with": None if checkpoint.made_with is None else asdict(checkpoint.made_with),
     }
 
@@ -258,4 +261,5 @@ def _read(folder: Path) -> Checkpoint:
         strategy_state=dict(state["strategy-state"]),
         last_folded={int(partition): int(last) for partition, last in state["last-folded"].items()},
         made_with=None if made_with is None else MadeWith(**made_with),
+        roster=dict(state.get("roster", {})),
     )

@@ -5,7 +5,8 @@
 ``environment.json``         versions, processor, device, commit, checksums of the data; changes that a resume accepted
 ``metrics.jsonl``            a row a round and phase
 ``ledger.jsonl``             a row a message: bytes by record
-``clients.jsonl``            a row an evaluation of a client: round, partition, number of examples, metrics
+``clients.jsonl``            a row an evaluation of a client: round, partition, number of examples, metrics; and a row
+                             for what each node with data of its own told: name, key, examples, features, classes
 ``summary.json``             status, final and best metrics, totals
 ``model.safetensors``        the final model
 ``best.safetensors``         the model of the best validation, if there is any; in scalar-only methods the journal leads to it
@@ -290,11 +291,22 @@ class RunFolder:
         append_row(self.clients_path, row)
 
     def read_clients(self) -> list[Row]:
-        """Read ``clients.jsonl``.
+        """Read the evaluations in ``clients.jsonl``.
 
         Returns:
-            Its rows; none if no client evaluated. A torn last line is left out.
+            Their rows; none if no client evaluated. A torn last line is left out.
         """
+        return [row for row in self._client_rows() if "node" not in row]
+
+    def read_nodes(self) -> list[Row]:
+        """Read in ``clients.jsonl`` what nodes with data of their own told of themselves.
+
+        Returns:
+            Their rows, with ``node``, its name; none where the run has partitions.
+        """
+        return [row for row in self._client_rows() if "node" in row]
+
+    def _client_rows(self) -> list[Row]:
         return [row for _, row in read_lines(self.clients_path, ("round", "partition", "num-examples"))]
 
     def truncate_after(self, server_round: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
@@ -68,6 +68,7 @@ class _Run:
     num_partitions: int | None
     data: dict[str, str]
     journal: GrowingSum
+    noted: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 def run(grid: Grid, settings: Settings, folder: RunFolder) -> None:
@@ -144,19 +145,27 @@ def _start(
     if checkpoint:
         environment |= _accepted_changes(folder, checkpoint, changes)
     folder.write_environment(environment)
-    arrays = task.initial_arrays(settings.seed)
-    strategy.check_model(arrays)
     state = _Run(
         grid=MeteredGrid(grid), settings=settings, method=method, folder=folder, task=task, strategy=strategy,
-        experiment=experiment, arrays=arrays, rows=rows, first_round=1, num_partitions=None, data=data,
+        experiment=experiment, arrays={}, rows=rows, first_round=1, num_partitions=None, data=data,
         journal=GrowingSum(folder.journal_path),
     )  # fmt: skip
     if checkpoint:
         _take_back(state, checkpoint)
-    state.arrays = strategy.open(arrays, task, folder, resumed=checkpoint is not None)
+    own_data, goes_on = settings.partition == "local", state.first_round <= settings.num_server_rounds
+    if own_data:
+        # The nodes have the data, so the first model's shape may be theirs to say.
+        strategy.roster.task = task
+        if goes_on:
+            _greet(state, started)
+        state.task = load_task_of(settings, strategy.roster.agreed)
+        strategy.roster.own_layout = method.layout_of(state.task, settings)
+    arrays = state.task.initial_arrays(settings.seed)
+    strategy.check_model(arrays)
+    state.arrays = strategy.open(arrays, state.task, folder, resumed=checkpoint is not None)
     if checkpoint:
         _take_back_arrays(state, checkpoint)
-    if state.first_round <= settings.num_server_rounds:
+    if goes_on and not own_data:
         _greet(state, started)
     if not checkpoint:
         _evaluate(state, 0)
@@ -208,6 +217,7 @@ def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
     state.first_round = checkpoint.server_round + 1
     state.num_partitions = checkpoint.num_partitions
     try:
+        state.strategy.roster.load_state(checkpoint.roster)
         state.strategy.load_state(checkpoint.strategy_state, checkpoint.last_folded)
         state.strategy.load_state_arrays(checkpoint.strategy_arrays)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -274,18 +284,19 @@ def _keep_best(state: _Run, server_round: int) -> None:
 
 
 def _check_partitions(state: _Run) -> None:
-    now = state.strategy.roster.num_partitions
+    roster = state.strategy.roster
+    now, own_data = roster.num_partitions, roster.task is not None
+    if own_data:
+        _note_nodes(state)
     if state.num_partitions is None:
         state.num_partitions = now
         logger.info("%s", state.task.summary(now))
-        if state.settings.partition == "local":
-            facts = sorted(state.strategy.roster.facts.items())
-            told = ", ".join(f"client {p} {each.num_examples}" for p, each in facts)
-            logger.info("training examples, as the nodes tell: %s", told)
         for how, names in _treatment(state).items():
             logger.info("%s: %s", how, ", ".join(names) or "nothing")
         for reason, names in _reasons(state).items():
             logger.info("averaged since %s: %s", reason, ", ".join(names))
+    elif own_data:
+        state.num_partitions = now
     elif now != state.num_partitions:
         raise CheckpointError(
             f"resume of {state.folder.path}",
@@ -293,6 +304,23 @@ def _check_partitions(state: _Run) -> None:
             got=f"{now} clients (num-partitions of the nodes)",
             do="start as many clients as the run had",
         )
+
+
+def _note_nodes(state: _Run) -> None:
+    """Note what each node tells of itself and of its data, once it is known or tells anything else."""
+    roster = state.strategy.roster
+    for number, facts in sorted(roster.facts.items()):
+        row = {
+            "partition": number, "node": roster.names[number], "key": roster.key_of(number),
+            "num-examples": facts.num_examples, **{k: facts.told.get(k) for k in ("features", "dtype", "classes")},
+            "device": facts.device, "version": facts.version,
+        }  # fmt: skip
+        if state.noted.get(number) != row:
+            state.noted[number] = row
+            # A resume cuts off the rows of rounds that it repeats.
+            state.folder.append_clients({"round": max(0, state.first_round - 1), **row})
+            told = ", ".join(f"{key} {value}" for key, value in row.items() if value not in ("", None))
+            logger.info("client %d: %s", number, told)
 
 
 def _treatment(state: _Run) -> dict[str, list[str]]:
@@ -406,6 +434,7 @@ def _checkpoint(state: _Run, server_round: int) -> Checkpoint:
         strategy_arrays=state.strategy.state_arrays(),
         strategy_state=state.strategy.state(),
         last_folded=state.strategy.rounds.last_folded,
+        roster=state.strategy.roster.state(),
         made_with=MadeWith(
             settings=flatten(state.settings, state.method.group),
             version=fedapps.__version__,

@@ -6,13 +6,14 @@ Flower's unmodified ``start``, under this package's own loop, which folds while 
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -25,8 +26,10 @@ from fedapps.curvature.layout import Layout
 from fedapps.defences import update_norm
 from fedapps.errors import MessageError, RosterError
 from fedapps.messages.schema import (
+    AGREED,
     ARRAYS,
     BUFFERS,
+    CLIENT,
     CONFIG,
     METRICS,
     NUM_EXAMPLES,
@@ -115,6 +118,9 @@ class RoundStrategy(Strategy):
 
     holds: bool = False
 
+    takes_newcomers: ClassVar[bool] = True
+    """Whether a node with data of its own may join after the first round; not where the server sums over all clients."""
+
     def __init__(
         self, settings: RoundSettings | None = None, *, num_clients: int = 0, evaluate_clients: bool = True
     ) -> None:
@@ -144,8 +150,11 @@ class RoundStrategy(Strategy):
             The strategy.
         """
         evaluate = settings.client_evaluation != "none" or settings.exports
-        strategy = cls(settings, evaluate_clients=evaluate, **cls.own_arguments(settings))
+        own_data = settings.partition == "local"
+        wanted = {"num_clients": settings.min_available_nodes} if own_data else {}
+        strategy = cls(settings, evaluate_clients=evaluate, **wanted, **cls.own_arguments(settings))
         strategy.roster.method, strategy.roster.experiment = settings.method, experiment
+        strategy.roster.newcomers = cls.takes_newcomers
         return strategy
 
     @classmethod
@@ -206,10 +215,13 @@ class RoundStrategy(Strategy):
             server_round: The round.
 
         Returns:
-            Partition ids, ascending: a seeded sample of ``fraction_train`` of them.
+            Partition ids, ascending: a seeded sample of ``fraction_train`` of them; where nodes have data of their own and
+            come and go, of those that are there.
         """
-        settings = self.settings
-        return sample_partitions(settings.seed, server_round, self.roster.num_partitions, settings.fraction_train)
+        settings, roster = self.settings, self.roster
+        clients = range(roster.num_partitions) if roster.task is None else sorted(roster.node_of)
+        places = sample_partitions(settings.seed, server_round, len(clients), settings.fraction_train)
+        return [clients[place] for place in places]
 
     def records_for(self, partition: int, through: int, model: Arrays) -> Records:
         """Say what one client receives.
@@ -373,6 +385,7 @@ class RoundStrategy(Strategy):
             "experiment": self.roster.experiment,
             # A client whose reply was folded already goes on from what it kept with that.
             "last-folded": phase.server_round if known else self.rounds.last_folded.get(partition, 0),
+            **self._own_data_entries(partition),
             **records.get(CONFIG, {}),
         }
         content = pack({**records, CONFIG: config}, phase.packed)
@@ -386,6 +399,11 @@ class RoundStrategy(Strategy):
             ttl=self.settings.round_timeout + 60.0,
         )
         return phase.messages[partition]
+
+    def _own_data_entries(self, partition: int) -> dict[str, Any]:
+        """Say who a node with data of its own is, and what all have agreed on."""
+        roster = self.roster
+        return {} if roster.task is None else {CLIENT: partition, AGREED: json.dumps(roster.agreed)}
 
     @override
     def aggregate_train(

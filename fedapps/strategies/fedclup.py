@@ -92,6 +92,8 @@ class FedCLUP(RoundStrategy):
         0.3
     """
 
+    takes_newcomers = False
+
     def __init__(
         self,
         settings: RoundSettings | None = None,

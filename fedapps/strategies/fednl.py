@@ -75,6 +75,8 @@ class FedNL(VectorStrategy):
         0.001
     """
 
+    takes_newcomers = False
+
     def __init__(
         self, settings: RoundSettings | None = None, *, own: FedNLSettings | None = None, **rounds: Any
     ) -> None:

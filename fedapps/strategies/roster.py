@@ -1,16 +1,22 @@
-"""The roster: which node holds which partition.
+"""The roster: which node is which client.
 
 Flower's node ids are random and change with every start, so clients are known by partition id. Before round 1, and to
 every node id not seen before at a round's start, the server sends a query; the node answers who it is.
+
+Where nodes have data of their own they are known by name, which their first key pins, and have numbers in place of partition
+ids: those of the start in the order of their names, those that come later the next ones. In the handshake they agree on what
+their task must share, such as the number of features, and a node whose data do not fit is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from logging import getLogger
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
@@ -18,10 +24,13 @@ from flwr.serverapp import Grid
 
 import fedapps
 from fedapps.curvature.layout import Layout, layout_from_json
-from fedapps.errors import MessageError, RosterError, explain
+from fedapps.errors import FedAppsError, MessageError, RosterError, explain
 from fedapps.messages.node_facts import NodeFacts
 from fedapps.messages.schema import CONFIG
 from fedapps.strategies.exchange import exchange
+
+if TYPE_CHECKING:
+    from fedapps.tasks.base import Task
 
 logger = getLogger("flwr")
 
@@ -37,8 +46,16 @@ MOST_MISSES = 2
 MOST_REFUSALS = 5
 """Refused nodes that an error message lists."""
 
+LONGEST_NAME = 100
+"""Characters of a node's name."""
+
 NODE_POLL = 1.0
 """Seconds between two looks at the connected nodes while clients are missing."""
+
+
+def fingerprint(key: bytes) -> str:
+    """Give the first 16 hexadecimal digits of the SHA-256 of a public key."""
+    return hashlib.sha256(key).hexdigest()[:16]
 
 
 class Roster:
@@ -55,6 +72,11 @@ class Roster:
         method: Method of the run; nodes set up for another are refused. Any may take part where it is empty.
         experiment: Identity of the experiment, sent with the query.
         kernel: Checksum of known directions that every node must draw, or empty.
+        task: The task, where nodes have data of their own; None where they have partitions of common data.
+        newcomers: Whether such a node may join after the first round.
+        names: Their names, by number.
+        agreed: What they agreed on (`fedapps.tasks.base.Task.agree`).
+        own_layout: What the agreed model preconditions, in place of what nodes say.
     """
 
     def __init__(self, *, node_wait: float, num_clients: int, timeout: float, first_stays: bool = False) -> None:
@@ -67,6 +89,12 @@ class Roster:
         self._misses: Counter[tuple[int, str]] = Counter()
         self._key_of: dict[int, bytes] = {}
         self.kernel = ""
+        self.task: Task | None = None
+        self.newcomers = True
+        self.names: list[str] = []
+        self.agreed: dict[str, Any] = {}
+        self.own_layout = ""
+        self._known_names = 0
         self._seen: set[int] = set()
         self._silent: set[int] = set()
         self.facts: dict[int, NodeFacts] = {}
@@ -87,25 +115,27 @@ class Roster:
 
     def layout(self) -> Layout | None:
         """Give what most nodes say that they precondition; None if none has said it."""
+        if self.own_layout:
+            return layout_from_json(self.own_layout, "server")
         votes = Counter(facts.layout for _, facts in sorted(self.facts.items()) if facts.layout)
         return layout_from_json(votes.most_common(1)[0][0], "handshake") if votes else None
 
     def refresh(self, grid: Grid) -> None:
         """Greet new nodes; at the first call wait until every partition has one.
 
+        Of nodes with data of their own as many as are wanted are waited for, and at later calls one.
+
         Args:
             grid: Flower's grid.
 
         Raises:
             RosterError: Clients are missing after the wait, or the nodes contradict each other.
+            TaskError: Nodes with data of their own cannot agree.
         """
-        if self.num_partitions:
-            self._greet_new_nodes(grid)
-            return
         deadline = time.monotonic() + self._node_wait
         while True:
             self._greet_new_nodes(grid)
-            if self._complete():
+            if (self.task is None or self.node_of) if self.num_partitions else self._complete():
                 return
             # Where every node was refused, more time brings nothing: the cause is in their answers.
             hopeless = bool(self.refused) and not self.node_of and not self._silent
@@ -170,11 +200,12 @@ class Roster:
             return None
 
     def _enter(self, node: NodeInfo, facts: NodeFacts, *, agreed: int) -> None:
-        node_id, partition = node.node_id, facts.partition
+        node_id = node.node_id
         try:
             self._check(node_id, facts, agreed)
+            partition = facts.partition if self.task is None else self._number_of(self.task, node, facts)
             self._check_key(node, partition)
-        except RosterError as error:
+        except FedAppsError as error:
             self._refuse(node_id, str(error))
             return
         if (older := self.node_of.get(partition)) is not None:
@@ -189,14 +220,111 @@ class Roster:
         self.facts[partition] = facts
         self._key_of.setdefault(partition, node.public_key)
 
+    # Nodes with data of their own -------------------------------------------------------------------
+
+    def _number_of(self, task: Task, node: NodeInfo, facts: NodeFacts) -> int:
+        """Give the number of a node with data of its own; a name not heard of yet gets the next one."""
+        name = facts.name or (f"key-{fingerprint(node.public_key)}" if node.public_key else "")
+        if not name or len(name) > LONGEST_NAME or not name.isprintable():
+            raise RosterError(
+                f"node {node.node_id}",
+                expected=f"a name of at most {LONGEST_NAME} characters, or a key, since every node has data of its own",
+                got=repr(name[: 2 * LONGEST_NAME]) if name else "neither",
+                do="start the SuperNode with --node-config 'name=\"hospital-a\"'",
+            )
+        if self.num_partitions and (reason := self._misfit(task, facts)):
+            raise RosterError(f"node {node.node_id} ({name}), {reason}")
+        if name in self.names:
+            return self.names.index(name)
+        if self.num_partitions and not self.newcomers:
+            raise RosterError(
+                f"node {node.node_id} ({name})",
+                expected=f"one of the {self.num_partitions} nodes of the first round, which method '{self.method}' sums over",
+                got="a newcomer",
+                do="let it wait for the next run, or choose a method that takes newcomers, such as fedpm or fedavg",
+            )
+        self.names.append(name)
+        if self.num_partitions:
+            self.num_partitions = len(self.names)
+        return len(self.names) - 1
+
+    def _agree(self, task: Task) -> bool:
+        """Let the nodes agree, refuse those that do not fit, and number the others; False if too few are left."""
+        if not self._known_names:
+            self._refuse_unless(lambda facts: self._alone(task, facts))
+            self.agreed = self._agreement(task)
+        if self._refuse_unless(lambda facts: self._misfit(task, facts)) and not self._known_names:
+            self.agreed = self._agreement(task)  # without them
+        if len(self.node_of) < self._num_clients:
+            return False
+        self._renumber()
+        return True
+
+    def _agreement(self, task: Task) -> dict[str, Any]:
+        told = {self.names[number]: self.facts[number].told for number in sorted(self.node_of)}
+        return task.agree(told) if told else {}
+
+    def _alone(self, task: Task, facts: NodeFacts) -> str:
+        """Say what is wrong with what a node tells, which may be anything: it must agree with itself at least."""
+        try:
+            task.agree({facts.name: facts.told})
+        except Exception as error:
+            return f"what it tells of its data: {error if isinstance(error, FedAppsError) else repr(error)}"
+        return ""
+
+    def _misfit(self, task: Task, facts: NodeFacts) -> str:
+        try:
+            return task.misfit(facts.told, self.agreed)
+        except Exception as error:
+            return f"what it tells of its data: {error!r}"
+
+    def _refuse_unless(self, fault: Callable[[NodeFacts], str]) -> bool:
+        """Refuse every node that has a fault, and tell whether there was one."""
+        faults = {number: reason for number in sorted(self.node_of) if (reason := fault(self.facts[number]))}
+        for number, reason in faults.items():
+            node_id = self.node_of.pop(number)
+            self._refuse(node_id, f"node {node_id} ({self.names[number]}), {reason}")
+        return bool(faults)
+
+    def _renumber(self) -> None:
+        """Number the nodes of the start by their names; the shorter first, so that site-2 comes before site-10."""
+        fixed = self.names[: self._known_names]
+        new = sorted((self.names[n] for n in self.node_of if n >= len(fixed)), key=lambda name: (len(name), name))
+        old = {name: number for number, name in enumerate(self.names)}
+        self.names = fixed + new
+        now = {old[name]: number for number, name in enumerate(self.names)}
+        self.node_of = {now[n]: node_id for n, node_id in self.node_of.items()}
+        self.facts = {now[n]: facts for n, facts in self.facts.items() if n in now}
+        self._key_of = {now[n]: key for n, key in self._key_of.items() if n in now}
+
+    def state(self) -> dict[str, Any]:
+        """Give who the nodes with data of their own are, and what they agreed on, for a checkpoint; nothing of others."""
+        if self.task is None:
+            return {}
+        keys = {str(number): key.hex() for number, key in sorted(self._key_of.items())}
+        return {"names": list(self.names), "keys": keys, "agreed": self.agreed}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self.names, self.agreed = list(state.get("names", [])), dict(state.get("agreed", {}))
+        self._known_names = len(self.names)
+        self._key_of = {int(number): bytes.fromhex(key) for number, key in state.get("keys", {}).items()}
+
+    # Every node --------------------------------------------------------------------------------------
+
+    def key_of(self, partition: int) -> str:
+        """Give the fingerprint of a client's key; ``""`` where nodes have none."""
+        key = self._key_of.get(partition, b"")
+        return fingerprint(key) if key else ""
+
     def _check_key(self, node: NodeInfo, partition: int) -> None:
         """Refuse another key for a partition: where nodes have keys, the first one keeps it over the run."""
         if self._key_of.get(partition, node.public_key) != node.public_key:
             raise RosterError(
-                f"node {node.node_id} (partition {partition})",
-                expected="the key of the node that held this partition first",
+                f"node {node.node_id} ({self.names[partition] if self.task else f'partition {partition}'})",
+                expected="the key of the node that was this client first",
                 got="another key",
-                do="give every node its own partition-id, or start a new run",
+                do="give every node its own partition-id or name, or start a new run",
             )
 
     def _refuse(self, node_id: int, reason: str) -> None:
@@ -204,7 +332,7 @@ class Roster:
         logger.error("node %d refused: %s", node_id, reason)
 
     def _check(self, node_id: int, facts: NodeFacts, agreed: int) -> None:
-        where = f"node {node_id} (partition {facts.partition})"
+        where = f"node {node_id} ({facts.name if self.task else f'partition {facts.partition}'})"
         if facts.version != fedapps.__version__:
             raise RosterError(
                 where,
@@ -226,7 +354,7 @@ class Roster:
                 got=facts.kernel[:16] or "none",
                 do="its replica would go astray at the first step: update fedapps, numba or the GPU's software there",
             )
-        if facts.num_partitions != agreed or not 0 <= facts.partition < facts.num_partitions:
+        if self.task is None and (facts.num_partitions != agreed or not 0 <= facts.partition < facts.num_partitions):
             raise RosterError(
                 where,
                 expected=f"a partition of {agreed}",
@@ -235,6 +363,11 @@ class Roster:
             )
 
     def _complete(self) -> bool:
+        if self.task is not None:
+            if len(self.node_of) < self._num_clients or not self._agree(self.task):
+                return False
+            self.num_partitions = len(self.names)
+            return True
         if self.facts:
             expected = next(iter(self.facts.values())).num_partitions
             if len(self.node_of) == expected:
@@ -257,6 +390,20 @@ class Roster:
         told = f" Refused: {refusals}{more}." if refusals else ""
         if self.facts and self._silent:
             told += f" Without a query handler: nodes {', '.join(map(str, sorted(self._silent)))}."
+        if self.task is not None:
+            there = ", ".join(self.names[n] for n in sorted(self.node_of)[:MOST_REFUSALS]) or "none"
+            return (
+                explain(
+                    "nodes with data of their own",
+                    expected="at least one"
+                    if self.num_partitions
+                    else f"{self._num_clients} or more (min-available-nodes)",
+                    got=f"{len(self.node_of)} after {self._node_wait:g} s ({there})",
+                    do="start the missing nodes, correct those refused, or lower min-available-nodes",
+                )
+                + "."
+                + told
+            )
         if self.facts:
             expected = next(iter(self.facts.values())).num_partitions
             missing = list(islice((p for p in range(expected) if p not in self.node_of), 20))

@@ -42,6 +42,8 @@ class SCAFFOLD(ChangeStrategy):
         0.5
     """
 
+    takes_newcomers = False
+
     def __init__(self, settings: RoundSettings | None = None, *, server_lr: float = 1.0, **rounds: Any) -> None:
         super().__init__(settings, **rounds)
         refuse_changed_replies(self.settings.defence, "scaffold")

@@ -16,8 +16,10 @@ What happens to the data, in this order:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedapps.errors import FedAppsError, TaskError
+from fedapps.errors import FedAppsError, TaskError, explain
 from fedapps.settings import SettingsModel
 from fedapps.tasks.partitioning import (
     PartitionConfig,
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 DATA_VARIABLE = "FEDAPPS_DATA"
 """Environment variable with the folder of data files, for a run without the setting ``data-dir``."""
 
+
+MOST_CLASSES = 1000
+"""Classes that a node lists in the handshake; of more it tells the number."""
 
 SAMPLING = "curvature from labels that are drawn from the model"
 ROOT = "square root of the Hessian"
@@ -74,6 +79,7 @@ class TaskConfig:
         validation_fraction: Share of the training pool kept on the server for validation.
         client_validation_fraction: Share of a client's examples kept for validation on the client.
         client_test_fraction: Share of a client's examples kept for testing on the client.
+        agreed: With ``partition = local``, what the nodes agreed on in the handshake (`Task.agree`); empty before it.
     """
 
     data_dir: Path | None = None
@@ -83,6 +89,7 @@ class TaskConfig:
     validation_fraction: float = 0.0
     client_validation_fraction: float = 0.0
     client_test_fraction: float = 0.0
+    agreed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = self.client_validation_fraction + self.client_test_fraction
@@ -94,6 +101,10 @@ class TaskConfig:
         ]:
             if not 0 <= share < 1:
                 raise TaskError(name, expected="a share in [0, 1)", got=f"{share:g}", do="make it smaller")
+
+
+def _shape(features: Any) -> str:
+    return f"({', '.join(map(str, features))})" if isinstance(features, list) else repr(features)
 
 
 def describe_targets(targets: NDArray[Any]) -> str:
@@ -297,11 +308,15 @@ class Task(ABC):
     def client_data(self, partition: int, num_partitions: int) -> ClientData:
         """Give the data of the client with a partition id from 0, the same on every call and in every process.
 
-        With ``partition = local`` all that the task loads here; its test set, if it has one, in place of a share held out.
+        With ``partition = local`` all that the task loads here, whatever the two numbers; its test set, if it has one, in
+        place of a share held out.
 
         Raises:
             TaskError: The partition id is out of range, or the data cannot be split so.
         """
+        if self._is_local:
+            # What a node holds out may not depend on how many nodes there are: they come and go.
+            partition, num_partitions = 0, 1
         if not 0 <= partition < num_partitions:
             raise TaskError(
                 f"task '{self.name}', partition {partition}",
@@ -321,6 +336,51 @@ class Task(ABC):
         share = self.config.client_validation_fraction * len(mine) / len(rest)
         train, validation = hold_out(mine.targets[rest], share, generator)
         return ClientData(mine.take(rest[train]), mine.take(rest[validation]), mine.take(test))
+
+    def tell(self) -> dict[str, Any]:
+        """Say what a node with data of its own tells the server of them in the handshake, as JSON; run on the node.
+
+        Returns:
+            ``features``, the shape of one input; ``dtype`` of the inputs; ``classes``, the distinct targets where they are
+            whole numbers, or how many there are if more than `MOST_CLASSES`. A task adds what `agree` needs.
+        """
+        train = self._loaded[0]
+        told: dict[str, Any] = {"features": list(train.inputs.shape[1:]), "dtype": str(train.inputs.dtype)}
+        values = train.targets
+        if values.ndim == 1 and (values.dtype.kind in "biu" or (values.dtype.kind == "f" and (values % 1 == 0).all())):
+            classes = np.unique(values)
+            told["classes"] = [int(c) for c in classes] if len(classes) <= MOST_CLASSES else len(classes)
+        return told
+
+    def agree(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Make of what the nodes told what they all must share, as JSON; run on the server, before the first model is made.
+
+        Both sides then load the task with it as ``config.agreed``. What a node tells may be anything: it is first given alone,
+        and the node is refused if that raises.
+
+        Args:
+            told: Name of a node -> what its `tell` gave.
+
+        Returns:
+            ``features``, the shape of one input that most nodes have. A task whose inputs differ in length gives none.
+
+        Raises:
+            TaskError: Nothing that they all could share comes of it.
+        """
+        votes = Counter(json.dumps(each["features"]) for _, each in sorted(told.items()))
+        return {"features": json.loads(votes.most_common(1)[0][0])}
+
+    def misfit(self, told: Mapping[str, Any], agreed: Mapping[str, Any]) -> str:
+        """Say why a node's data do not fit what was agreed, for its refusal; ``""`` if they do."""
+        expected, got = agreed.get("features"), told.get("features")
+        if expected is None or got == expected:
+            return ""
+        return explain(
+            "its data",
+            expected=f"inputs of shape {_shape(expected)} as the other nodes have",
+            got=_shape(got),
+            do="correct its file or its task-options",
+        )
 
     def server_data(self) -> ServerData:
         """Give the data of the server: validation examples and the test set; none with ``partition = local``."""

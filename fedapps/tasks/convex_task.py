@@ -104,8 +104,12 @@ class ConvexTask(Task):
 
     @property
     def num_features(self) -> int:
-        """The number ``d`` of features: that of the data, which a task may know without reading them."""
-        return int(self._pool.inputs.shape[1])
+        """The number ``d`` of features: what nodes with data of their own agreed on, else that of the data here.
+
+        A task may know it without reading them.
+        """
+        agreed = self.config.agreed.get("features")
+        return int(agreed[0]) if agreed else int(self._pool.inputs.shape[1])
 
     @override
     def evaluate(self, arrays: Mapping[str, NDArray[Any]], data: Data, device: str = "cpu") -> dict[str, float]:

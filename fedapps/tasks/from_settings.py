@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fedapps.settings import Settings, parse_toml_options
 from fedapps.tasks import PartitionConfig, PartitionKind, Task, TaskConfig, load_task
 
 
-def load_task_of(settings: Settings) -> Task:
+def load_task_of(settings: Settings, agreed: Mapping[str, Any] | None = None) -> Task:
     """Load the task that the settings name; asked again in the same process for the same, give the same object.
+
+    Args:
+        settings: The settings.
+        agreed: What nodes with data of their own agreed on (`Task.agree`); None before they have.
 
     Raises:
         TaskError: There is no such task, or an option is wrong.
@@ -29,5 +35,6 @@ def load_task_of(settings: Settings) -> Task:
         validation_fraction=settings.validation_fraction,
         client_validation_fraction=settings.client_validation_fraction,
         client_test_fraction=settings.client_test_fraction,
+        agreed=agreed or {},
     )
     return load_task(settings.task, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from typing_extensions import override
 
-from fedapps.errors import TaskError
+from fedapps.errors import TaskError, explain
 from fedapps.settings import setting
 from fedapps.tasks.base import DATA_VARIABLE, Data
 from fedapps.tasks.compressed import DAMAGED, find_compressed, open_compressed
@@ -27,6 +27,10 @@ from fedapps.tasks.convex_task import ConvexTask
 
 DATASETS_PAGE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
 """Where the LIBSVM data sets can be had."""
+
+
+MOST_FEATURES = 10_000_000
+"""Features that a node may speak of; the model has a number for each."""
 
 
 class LibsvmTask(ConvexTask):
@@ -47,14 +51,42 @@ class LibsvmTask(ConvexTask):
     def load(self) -> tuple[Data, Data]:
         """Read the files: inputs CSR ``(n, d)`` float64, targets -1 or +1; without a test file the test set is empty."""
         train_path, *test_paths = self._files.values()
-        train = read_libsvm(train_path, self.options.num_features)
+        d = self.options.num_features or int((self.config.agreed.get("features") or [0])[0])
+        train = read_libsvm(train_path, d)
         classes = _two_classes(train[1], train_path)
         if not test_paths:
             data = _data(train, classes, train_path, train[0].shape[1])
             return data, data.take(np.empty(0, dtype=np.intp))
-        test = read_libsvm(test_paths[0], self.options.num_features)
+        test = read_libsvm(test_paths[0], d)
         width = max(train[0].shape[1], test[0].shape[1])
         return _data(train, classes, train_path, width), _data(test, classes, test_paths[0], width)
+
+    @override
+    def agree(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Agree on the largest number of features: a sparse file need not hold the last ones."""
+        widths = {name: int(each["features"][0]) for name, each in told.items()}
+        widest = max(sorted(widths), key=lambda name: widths[name])
+        if not 0 < widths[widest] <= MOST_FEATURES:
+            raise TaskError(
+                f"node {widest}, features",
+                expected=f"1 to {MOST_FEATURES:,}",
+                got=str(widths[widest]),
+                do="correct the indices in its file",
+            )
+        return {"features": [self.options.num_features or widths[widest]]}
+
+    @override
+    def misfit(self, told: Mapping[str, Any], agreed: Mapping[str, Any]) -> str:
+        """Refuse a file with more features than were agreed on."""
+        width, agreed_width = int(told["features"][0]), int(agreed["features"][0])
+        if width <= agreed_width:
+            return ""
+        return explain(
+            "its file",
+            expected=f"at most {agreed_width} features as in the run",
+            got=str(width),
+            do="correct it, or start a new run with num-features in task-options",
+        )
 
     @property
     @override

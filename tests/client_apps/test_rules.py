@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 
 from fedapps.client_apps import app
 from fedapps.client_apps.rules import ClientError, NodeRules
-from fedapps.client_apps.work import Node, unpack_work
+from fedapps.client_apps.work import unpack_work
 from fedapps.errors import SettingsError
 from fedapps.methods import METHODS
 from fedapps.settings import is_path, keys_of
@@ -36,11 +36,11 @@ def context_of(config: dict[str, Any], **node_config: Any) -> Context:
 
 
 def resolve(config: dict[str, Any], **node_config: Any) -> Any:
-    return Node.of(context_of(config, **node_config)).rules.resolve(config)
+    return NodeRules.of_node(context_of(config, **node_config)).resolve(config)
 
 
 def load(config: dict[str, Any], **node_config: Any) -> Any:
-    rules = Node.of(context_of(config, **node_config)).rules
+    rules = NodeRules.of_node(context_of(config, **node_config))
     return rules.load_task(rules.resolve(config))
 
 
@@ -179,16 +179,16 @@ def test_every_option_that_names_a_file_is_declared_so() -> None:
 @pytest.mark.parametrize("key", ["alow-tasks", "data-dirz", "max-local-epoch", "partitionid"])
 def test_a_rule_that_is_misspelt_is_not_missed(key: str) -> None:
     with pytest.raises(SettingsError, match=f"node 7, node config '{key}': .*did you mean"):
-        Node.of(context_of({}, **{key: 1}))
+        NodeRules.of_node(context_of({}, **{key: 1}))
 
 
 def test_keys_of_another_application_are_left_alone() -> None:
-    assert Node.of(context_of({}, sensor="x", db_path="/db")).rules == NodeRules(common_data=True)
+    assert NodeRules.of_node(context_of({}, sensor="x", db_path="/db")) == NodeRules(common_data=True)
 
 
 def test_a_wrong_value_is_refused() -> None:
     with pytest.raises(SettingsError, match="node config 'max-local-epochs': expected"):
-        Node.of(context_of({}, max_local_epochs="many"))
+        NodeRules.of_node(context_of({}, max_local_epochs="many"))
 
 
 def work(**node_config: Any) -> Any:

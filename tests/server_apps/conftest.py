@@ -40,7 +40,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Pa
     def folder(partition: int) -> Path:
         return tmp_path / "nodes" / str(partition)
 
-    def of(context: Context) -> Node:
+    def of(context: Context, *_: object) -> Node:
         partition = int(context.node_config["partition-id"])
         return Node(partition, int(context.node_config["num-partitions"]), folder(partition), TRUSTING)
 

@@ -49,7 +49,7 @@ def test_stores_on_nodes_write_the_journal_of_one_process(tmp_path: Path, nodes:
     on_nodes = tiny(tmp_path / "nodes-run", config)
     assert (nodes(0) / "replicas" / "client-0" / "state.bin").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Node, "of", lambda context: replace(_plain_node(context), state_dir=None))
+        patch.setattr(Node, "of", lambda context, *_: replace(_plain_node(context), state_dir=None))
         plain = tiny(tmp_path / "plain", config)
     assert journal_of(on_nodes) == journal_of(plain)
 

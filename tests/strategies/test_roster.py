@@ -215,7 +215,7 @@ def test_where_nodes_have_keys_the_first_one_keeps_its_partition() -> None:
     grid.nodes[3] = FACTS
     refresh(grid, roster)
     assert roster.node_of == {1: 2}
-    assert "the key of the node that held this partition first" in roster.refused[3]
+    assert "the key of the node that was this client first" in roster.refused[3]
     grid.nodes[4] = FACTS
     refresh(grid, roster)
     assert roster.node_of == {0: 4, 1: 2}

@@ -346,19 +346,17 @@ class Untested(Counting):
         return train, test.take([])
 
 
-def test_local_data_and_a_partition_with_the_same_examples_are_held_out_alike():
+def test_what_a_node_holds_out_of_its_own_data_does_not_depend_on_how_many_nodes_there_are():
+    local = PartitionConfig(PartitionKind.LOCAL)
     fractions = {"client_validation_fraction": 0.2, "client_test_fraction": 0.25}
-    cut = Untested(TaskConfig(partition=PartitionConfig(PartitionKind.COLUMN, column="site"), **fractions))
-
-    class Site(Untested):
-        def load(self):
-            train, test = super().load()
-            return train.take(np.flatnonzero(train.columns["site"] == "s1")), test
-
-    own = Site(TaskConfig(partition=PartitionConfig(PartitionKind.LOCAL), **fractions)).client_data(1, 3)
-    theirs = cut.client_data(1, 3)
+    early, late = (Untested(TaskConfig(partition=local, **fractions)).client_data(*w) for w in ((-1, 0), (4, 9)))
+    alone = Untested(TaskConfig(partition=PartitionConfig(PartitionKind.IID), **fractions)).client_data(0, 1)
     for part in ("train", "validation", "test"):
-        assert np.array_equal(getattr(own, part).inputs, getattr(theirs, part).inputs)
+        inputs = [np.sort(getattr(data, part).inputs, axis=None) for data in (early, late, alone)]
+        assert np.array_equal(inputs[0], inputs[1])
+        assert len(inputs[0]) == len(inputs[2])
+    with pytest.raises(TaskError, match="partition"):
+        Untested(TaskConfig(**fractions)).client_data(-1, 0)
 
 
 def test_a_node_without_examples_is_told():

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -93,6 +93,11 @@ class LanguageTask(TorchTask):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return load_tokenizer(self.options.model)
+
+    @override
+    def agree(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Agree on nothing: prompts differ in length."""
+        return {}
 
     @abstractmethod
     def encode(self, examples: list[Example]) -> Data:
