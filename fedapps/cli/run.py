@@ -28,6 +28,7 @@ SHOWN_METRICS = (
     ("test-statistical-error", "statistical error"), ("client-personal-test-accuracy", "personal models"),
     ("client-personal-test-accuracy-worst-decile", "their worst tenth"),
     ("client-global-test-accuracy", "global model on the same"),
+    ("client-validation-accuracy-weighted", "clients' validation"), ("client-test-accuracy-weighted", "clients' test"),
     ("test-f1", "F1"), ("test-exact-match", "exact match"),
     ("client-personal-test-statistical-error", "statistical error of personal models"),
     ("client-global-test-statistical-error", "of the global model"),

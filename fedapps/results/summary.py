@@ -22,12 +22,15 @@ BYTE_KEYS = ("payload-down", "payload-up", "wire-down", "wire-up")
 LOWER_IS_BETTER = ("loss", "error")
 """What the name of a metric ends with that is better the smaller it is; of all others greater is better."""
 
-_NOT_METRICS = {"round", "phase", "seconds", *BYTE_KEYS}
+REPORTED = "clients-reported"
+"""Number of clients that measured, in a row of their evaluation."""
+
+_NOT_METRICS = {"round", "phase", "seconds", REPORTED, *BYTE_KEYS}
 
 
 COLUMNS = frozenset(
     {
-        "round", "phase", "seconds", *BYTE_KEYS, "sampled", "folded", "refused", "accepted", "lr", "notes",
+        "round", "phase", "seconds", REPORTED, *BYTE_KEYS, "sampled", "folded", "refused", "accepted", "lr", "notes",
         "preconditioned", "averaged", "averaged-since", "maximum", "partition", "num-examples",
     }
 )  # fmt: skip
@@ -59,7 +62,7 @@ def summarise(
         rows: Rows of ``metrics.jsonl``.
         status: How the run ended.
         reason: Why, unless it was completed.
-        primary: The metric that chooses the best round, on validation data, by `smaller_is_better`.
+        primary: The metric that chooses the best round, on validation data (`validation_key`), by `smaller_is_better`.
 
     Returns:
         ``status``, ``reason`` (if given), ``judged-by`` (`primary`), ``rounds``; ``final``: round and metrics of the
@@ -112,10 +115,13 @@ def validation_key(evaluations: Iterable[dict[str, Any]], primary: str) -> str:
         primary: What runs are judged by, such as ``accuracy``.
 
     Returns:
-        That of the personal models on the clients' validation data if it was evaluated, else the server's.
+        The first that was evaluated: that of the personal models on the clients' validation data, the server's, and that of
+        the global model on the clients' data, weighted by examples; the server's if none was.
     """
-    personal = f"client-personal-validation-{primary}"
-    return personal if any(personal in metrics for metrics in evaluations) else f"validation-{primary}"
+    server = f"validation-{primary}"
+    keys = [f"client-personal-validation-{primary}", server, f"client-validation-{primary}-weighted"]
+    known = {name for metrics in evaluations for name in metrics}
+    return next((key for key in keys if key in known), server)
 
 
 def best_evaluation(evaluations: Iterable[dict[str, Any]], key: str) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from fedapps.results.ledger import sum_bytes
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import GrowingSum, fault
 from fedapps.results.summary import (
+    REPORTED,
     START_UP,
     RunStatus,
     add_metrics,
@@ -47,6 +48,7 @@ logger = getLogger("flwr")
 LOGGED_METRICS = (
     "validation-accuracy", "test-accuracy", "validation-f1", "test-f1", "test-loss", "test-statistical-error",
     "client-personal-test-accuracy", "client-global-test-accuracy", "client-personal-test-statistical-error",
+    "client-validation-accuracy-weighted", "client-test-accuracy-weighted",
 )  # fmt: skip
 """Metrics that the log's line of a round shows."""
 
@@ -311,14 +313,14 @@ def _note_nodes(state: _Run) -> None:
     roster = state.strategy.roster
     for number, facts in sorted(roster.facts.items()):
         row = {
-            "partition": number, "node": roster.names[number], "key": roster.key_of(number),
+            "node": roster.names[number], "key": roster.key_of(number),
             "num-examples": facts.num_examples, **{k: facts.told.get(k) for k in ("features", "dtype", "classes")},
             "device": facts.device, "version": facts.version,
         }  # fmt: skip
         if state.noted.get(number) != row:
             state.noted[number] = row
             # A resume cuts off the rows of rounds that it repeats.
-            state.folder.append_clients({"round": max(0, state.first_round - 1), **row})
+            state.folder.append_clients({"round": max(0, state.first_round - 1), "partition": number, **row})
             told = ", ".join(f"{key} {value}" for key, value in row.items() if value not in ("", None))
             logger.info("client %d: %s", number, told)
 
@@ -419,7 +421,10 @@ def _evaluate_on_clients(state: _Run, server_round: int, config: ConfigRecord) -
     _append_ledger(state, ledger)
     seconds = time.monotonic() - started
     statistics = client_statistics(metrics, num_examples)
-    row = {"round": server_round, "phase": "client-evaluate", "seconds": seconds, **sum_bytes(ledger), **statistics}
+    row = {
+        "round": server_round, "phase": "client-evaluate", "seconds": seconds, REPORTED: len(metrics),
+        **sum_bytes(ledger), **statistics,
+    }  # fmt: skip
     _write(state, row)
 
 

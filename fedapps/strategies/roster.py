@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from itertools import islice
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,25 @@ MOST_REFUSALS = 5
 LONGEST_NAME = 100
 """Characters of a node's name."""
 
+REGISTERS_ITSELF = 2.0
+"""Seconds from registration to activation below which a node has registered itself."""
+
 NODE_POLL = 1.0
 """Seconds between two looks at the connected nodes while clients are missing."""
+
+
+def _key(node: NodeInfo) -> bytes:
+    """Give the public key of a node that the SuperLink's owner registered; nothing for one that registered itself.
+
+    Without authentication a SuperNode makes a key for itself at every start, which says nothing of who it is. Flower does not
+    tell the two apart, but such a node is active as soon as it is registered, and one whose key was registered before it was
+    started is not.
+    """
+    try:
+        waited = datetime.fromisoformat(node.last_activated_at) - datetime.fromisoformat(node.registered_at)
+    except ValueError:
+        return node.public_key
+    return b"" if waited.total_seconds() < REGISTERS_ITSELF else node.public_key
 
 
 def fingerprint(key: bytes) -> str:
@@ -95,7 +113,7 @@ class Roster:
         self.agreed: dict[str, Any] = {}
         self.own_layout = ""
         self._known_names = 0
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, str]] = set()
         self._silent: set[int] = set()
         self.facts: dict[int, NodeFacts] = {}
         self.refused: dict[int, str] = {}
@@ -148,11 +166,16 @@ class Roster:
         for partition, node_id in list(self.node_of.items()):
             if node_id not in online:
                 del self.node_of[partition]
+                self._seen = {seen for seen in self._seen if seen[0] != node_id}  # It is asked again when it is back.
                 logger.warning("client %d: its node %d is gone", partition, node_id)
         self._silent &= set(online)
         # In order of activation, so that the newer of two nodes for one partition is entered last.
         new = sorted(
-            (node for node in online.values() if node.node_id not in self._seen and not self._gave_up(node)),
+            (
+                node
+                for node in online.values()
+                if (node.node_id, node.last_activated_at) not in self._seen and not self._gave_up(node)
+            ),
             key=lambda node: (node.last_activated_at, node.node_id),
         )
         if not new:
@@ -185,7 +208,7 @@ class Roster:
             again = "when it has connected anew" if self._gave_up(node) else "next round"
             logger.warning("node %d did not answer the query; it is asked again %s", node_id, again)
             return None
-        self._seen.add(node_id)
+        self._seen.add((node_id, node.last_activated_at))
         if reply.has_error():
             reason = reply.error.reason or ""
             if "No query function registered" in reason:
@@ -208,8 +231,8 @@ class Roster:
         except FedAppsError as error:
             self._refuse(node_id, str(error))
             return
-        if (older := self.node_of.get(partition)) is not None:
-            stays = older if self._first_stays and not node.public_key else node_id
+        if (older := self.node_of.get(partition, node_id)) != node_id:
+            stays = older if self._first_stays and not _key(node) else node_id
             logger.warning(
                 "client %d: nodes %d and %d both hold its partition; %d is used", partition, older, node_id, stays
             )
@@ -218,19 +241,21 @@ class Roster:
                 return
         self.node_of[partition] = node_id
         self.facts[partition] = facts
-        self._key_of.setdefault(partition, node.public_key)
+        if key := _key(node):
+            self._key_of[partition] = key
 
     # Nodes with data of their own -------------------------------------------------------------------
 
     def _number_of(self, task: Task, node: NodeInfo, facts: NodeFacts) -> int:
         """Give the number of a node with data of its own; a name not heard of yet gets the next one."""
-        name = facts.name or (f"key-{fingerprint(node.public_key)}" if node.public_key else "")
+        key = _key(node)
+        name = node.name or facts.name or (f"key-{fingerprint(key)}" if key else "")
         if not name or len(name) > LONGEST_NAME or not name.isprintable():
             raise RosterError(
                 f"node {node.node_id}",
                 expected=f"a name of at most {LONGEST_NAME} characters, or a key, since every node has data of its own",
                 got=repr(name[: 2 * LONGEST_NAME]) if name else "neither",
-                do="start the SuperNode with --node-config 'name=\"hospital-a\"'",
+                do="start the SuperNode with --node-config 'name=\"hospital-a\"', or register its key with --name",
             )
         if self.num_partitions and (reason := self._misfit(task, facts)):
             raise RosterError(f"node {node.node_id} ({name}), {reason}")
@@ -249,7 +274,10 @@ class Roster:
         return len(self.names) - 1
 
     def _agree(self, task: Task) -> bool:
-        """Let the nodes agree, refuse those that do not fit, and number the others; False if too few are left."""
+        """Let the nodes agree, refuse those that do not fit, and number the others; False if too few are left.
+
+        At a resume they have agreed already.
+        """
         if not self._known_names:
             self._refuse_unless(lambda facts: self._alone(task, facts))
             self.agreed = self._agreement(task)
@@ -318,8 +346,9 @@ class Roster:
         return fingerprint(key) if key else ""
 
     def _check_key(self, node: NodeInfo, partition: int) -> None:
-        """Refuse another key for a partition: where nodes have keys, the first one keeps it over the run."""
-        if self._key_of.get(partition, node.public_key) != node.public_key:
+        """Refuse another key for a client: the first one keeps it over the run, unless the SuperLink's owner named the node."""
+        pinned = self._key_of.get(partition)
+        if pinned and pinned != _key(node) and not (self.task and node.name):
             raise RosterError(
                 f"node {node.node_id} ({self.names[partition] if self.task else f'partition {partition}'})",
                 expected="the key of the node that was this client first",
@@ -391,7 +420,7 @@ class Roster:
         if self.facts and self._silent:
             told += f" Without a query handler: nodes {', '.join(map(str, sorted(self._silent)))}."
         if self.task is not None:
-            there = ", ".join(self.names[n] for n in sorted(self.node_of)[:MOST_REFUSALS]) or "none"
+            there = ", ".join(sorted(self.names[n] for n in self.node_of)[:MOST_REFUSALS]) or "none"
             return (
                 explain(
                     "nodes with data of their own",

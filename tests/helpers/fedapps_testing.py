@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import RecordDict
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 
 from fedapps.client_apps.fedavg import train as train_fedavg
 from fedapps.client_apps.work import ClientWork
@@ -17,6 +18,7 @@ from fedapps.errors import TaskError
 from fedapps.methods import Method
 from fedapps.tasks import Data, TaskConfig, setting
 from fedapps.tasks.convex_task import ConvexTask
+from fedapps.tasks.libsvm import LibsvmTask, read_libsvm
 from fedapps.tasks.synthetic import SyntheticLinearTask
 from fedapps.tasks.torch_task import TorchTask
 
@@ -39,6 +41,23 @@ class Sites(TorchTask):
 
     def build_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+
+
+class SvmSites(LibsvmTask):
+    """Several LIBSVM files as one table, whose column ``site`` says which file a row is of."""
+
+    class Options(LibsvmTask.Options):
+        files: str = setting("", "the files, comma separated", path=True)
+
+    def load(self) -> tuple[Data, Data]:
+        parts = [read_libsvm(Path(name), 3) for name in self.options.files.split(",")]
+        site = np.repeat(np.arange(len(parts)), [len(labels) for _, labels in parts])
+        inputs = csr_array(vstack([features for features, _ in parts]))
+        data = Data(inputs, np.concatenate([labels for _, labels in parts]), {"site": site})
+        return data, data.take(np.arange(0))
+
+    def checksums(self) -> dict[str, str]:
+        return {}
 
 
 class FragileSites(Sites):

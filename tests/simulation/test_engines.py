@@ -128,7 +128,7 @@ def test_every_node_trains_on_all_of_its_own_file(tmp_path: Path) -> None:
     np.testing.assert_allclose(folder.read_model()["weights"], step, rtol=1e-10)
     told = [(row["node"], row["num-examples"], row["features"], row["classes"]) for row in folder.read_nodes()]
     assert told == [("0", 30, [3], [-1, 1]), ("1", 50, [3], [-1, 1])]
-    assert "client 1: partition 1, node 1, num-examples 50, features [3], dtype float64" in log.read_text()
+    assert "client 1: node 1, num-examples 50, features [3], dtype float64" in log.read_text()
     assert cut.status == "failed"
     assert "expected local on this node, whose data are its own" in cut.details + cut.log_tail
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from flwr.app import Error, Message, RecordDict
@@ -17,6 +20,9 @@ from fedapps.messages.node_facts import NodeFacts
 from fedapps.strategies import roster as roster_module
 from fedapps.strategies.exchange import GridWrapper
 from fedapps.strategies.roster import Roster
+from fedapps.tasks import PartitionConfig, PartitionKind, Task, TaskConfig
+from fedapps.tasks.libsvm import LibsvmTask
+from fedapps.tasks.synthetic import SyntheticLinearTask
 
 LAYOUT = Layout((BlockSpec("fc", ("fc.weight",), 2, 3),)).to_json()
 FACTS = NodeFacts(
@@ -227,3 +233,172 @@ def test_without_keys_a_setting_says_which_of_two_nodes_stays() -> None:
     refresh(grid, roster)
     assert roster.node_of == {0: 1, 1: 2}
     assert "held by node 1" in roster.refused[3]
+
+
+class Registered(FakeGrid):
+    """Nodes as a SuperLink lists them: node id -> what its entry says beside its id."""
+
+    def __init__(self, nodes: dict[int, NodeFacts | Error | None], entries: dict[int, dict[str, Any]]) -> None:
+        super().__init__(nodes)
+        self.entries = entries
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        usual = {"registered_at": "2026-01-01T00:00:00", "last_activated_at": "2026-01-01T00:00:09"}
+        return [NodeInfo(node_id=n, **{**usual, **self.entries.get(n, {})}) for n in self.nodes]
+
+
+def own(name: str, n: int = 5, **told: Any) -> NodeFacts:
+    told = {"features": [3], "dtype": "float64", "classes": [-1, 1]} | told
+    return replace(FACTS, partition=-1, num_partitions=0, num_examples=n, name=name, told=told, layout="")
+
+
+def own_roster(wanted: int = 2, task: Task | None = None, node_wait: float = 0.05) -> Roster:
+    roster = make_roster(wanted, node_wait)
+    roster.task = task or SyntheticLinearTask(TaskConfig(partition=PartitionConfig(PartitionKind.LOCAL)))
+    return roster
+
+
+def test_nodes_with_data_of_their_own_are_numbered_by_name() -> None:
+    """Not by partition, id or order of arrival; the number of a name with more digits comes later."""
+    nodes = {5: own("site-10"), 6: own("site-2"), 7: own("site-1")}
+    roster = refresh(FakeGrid(nodes), own_roster(3))
+    assert roster.names == ["site-1", "site-2", "site-10"]
+    assert roster.node_of == {0: 7, 1: 6, 2: 5}
+    assert roster.num_partitions == 3
+    assert roster.agreed == {"features": [3]}
+
+
+def test_the_start_waits_for_as_many_nodes_as_are_wanted() -> None:
+    with pytest.raises(RosterError, match=r"expected 3 or more \(min-available-nodes\), got 2 after 0\.05 s \(a, b\)"):
+        refresh(FakeGrid({1: own("b"), 2: own("a")}), own_roster(3))
+
+
+def test_a_newcomer_gets_the_next_number_and_one_that_returns_its_own() -> None:
+    grid = FakeGrid({1: own("b"), 2: own("c")})
+    roster = refresh(grid, own_roster())
+    del grid.nodes[1]
+    grid.nodes |= {3: own("a")}
+    refresh(grid, roster)
+    assert (roster.names, roster.node_of, roster.num_partitions) == (["b", "c", "a"], {1: 2, 2: 3}, 3)
+    grid.nodes |= {4: own("b")}
+    refresh(grid, roster)
+    assert roster.node_of == {0: 4, 1: 2, 2: 3}
+
+
+def test_where_the_server_sums_over_all_clients_a_newcomer_waits_for_the_next_run() -> None:
+    grid = FakeGrid({1: own("b"), 2: own("c")})
+    roster = own_roster()
+    roster.newcomers = False
+    refresh(grid, roster)
+    grid.nodes |= {3: own("a")}
+    refresh(grid, roster)
+    assert roster.num_partitions == 2
+    assert "expected one of the 2 nodes of the first round" in roster.refused[3]
+
+
+def test_while_all_nodes_are_away_a_round_waits_and_then_says_so() -> None:
+    grid = FakeGrid({1: own("b"), 2: own("c")})
+    roster = refresh(grid, own_roster())
+    grid.nodes = {}
+    with pytest.raises(RosterError, match=r"expected at least one, got 0 after 0\.05 s \(none\)"):
+        refresh(grid, roster)
+
+
+def test_a_node_whose_data_do_not_fit_is_refused_by_name_and_the_others_go_on() -> None:
+    grid = FakeGrid({1: own("a"), 2: own("wide", features=[4]), 3: own("c")})
+    roster = refresh(grid, own_roster())
+    assert roster.names == ["a", "c"]
+    assert "(wide), its data: expected inputs of shape (3) as the other nodes have, got (4)" in roster.refused[2]
+    grid.nodes |= {4: own("late", features=[2])}
+    refresh(grid, roster)
+    assert "(late), its data: expected inputs of shape (3)" in roster.refused[4]
+    assert roster.names == ["a", "c"]
+
+
+@pytest.mark.parametrize("told", [{}, {"features": 7}, {"features": {"a": [None]}}, {"features": [10**30]}])
+def test_what_a_node_tells_of_its_data_may_be_anything(told: dict[str, Any]) -> None:
+    liar = replace(own("liar"), told=told)
+    for task in (None, LibsvmTask(TaskConfig(partition=PartitionConfig(PartitionKind.LOCAL)))):
+        roster = refresh(FakeGrid({1: own("a"), 2: liar, 3: own("c")}), own_roster(task=task))
+        assert roster.names == ["a", "c"]
+        assert "(liar)" in roster.refused[2]
+
+
+def test_sparse_files_agree_on_the_widest_and_a_wider_newcomer_is_refused() -> None:
+    local = PartitionConfig(PartitionKind.LOCAL)
+    grid = FakeGrid({1: own("a"), 2: own("b", features=[5])})
+    roster = refresh(grid, own_roster(task=LibsvmTask(TaskConfig(partition=local))))
+    assert roster.agreed == {"features": [5]}
+    grid.nodes |= {3: own("late", features=[6]), 4: own("narrow", features=[2])}
+    refresh(grid, roster)
+    assert "expected at most 5 features as in the run, got 6" in roster.refused[3]
+    assert roster.names == ["a", "b", "narrow"]
+    stated = LibsvmTask(TaskConfig(partition=local, options={"num-features": 9}))
+    assert refresh(FakeGrid({1: own("a"), 2: own("b")}), own_roster(task=stated)).agreed == {"features": [9]}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 101, "a\x1b[2J"])
+def test_a_node_with_data_of_its_own_needs_a_name_or_a_key(name: str) -> None:
+    roster = refresh(FakeGrid({1: own("a"), 2: own(name), 3: own("c")}), own_roster())
+    assert roster.names == ["a", "c"]
+    assert "start the SuperNode with --node-config" in roster.refused[2]
+    assert "\x1b" not in roster.refused[2]
+    keyed = Registered({1: own("a"), 2: own("")}, {2: {"public_key": b"key"}})
+    digest = hashlib.sha256(b"key").hexdigest()[:16]
+    assert refresh(keyed, own_roster()).names == ["a", f"key-{digest}"]
+
+
+def test_the_name_that_the_superlinks_owner_gave_counts_and_its_key_may_be_renewed() -> None:
+    entries = {1: {"name": "hospital", "public_key": b"old"}, 2: {"public_key": b"other"}}
+    grid = Registered({1: own("whatever"), 2: own("b")}, entries)
+    roster = refresh(grid, own_roster())
+    assert roster.names == ["b", "hospital"]
+    del grid.nodes[1]
+    grid.nodes |= {3: own("hospital"), 4: own("x")}
+    entries |= {3: {"public_key": b"thief"}, 4: {"name": "hospital", "public_key": b"new"}}
+    refresh(grid, roster)
+    assert "the key of the node that was this client first" in roster.refused[3]
+    assert roster.node_of == {0: 2, 1: 4}
+    assert roster.key_of(1) == hashlib.sha256(b"new").hexdigest()[:16]
+
+
+def test_a_key_that_a_node_made_for_itself_binds_nobody() -> None:
+    """Without authentication every start of a SuperNode makes another one: a restarted node is the same client."""
+    at_once = {"registered_at": "2026-01-01T00:00:00.1", "last_activated_at": "2026-01-01T00:00:00.2"}
+    for facts, roster in ((FACTS, make_roster()), (own("a"), own_roster())):
+        other = replace(FACTS, partition=1) if roster.task is None else own("b")
+        grid = Registered({1: facts, 2: other}, {n: {**at_once, "public_key": b"%d" % n} for n in (1, 2, 3)})
+        refresh(grid, roster)
+        grid.nodes = {2: other, 3: facts}
+        refresh(grid, roster)
+        assert roster.node_of == {0: 3, 1: 2}
+        assert not roster.refused
+
+
+def test_a_node_that_has_connected_anew_is_asked_again() -> None:
+    """Its data may have grown while it was away; by its key it has the same id."""
+    entries: dict[int, dict[str, Any]] = {}
+    grid = Registered({1: own("a"), 2: own("b")}, entries)
+    roster = refresh(grid, own_roster())
+    grid.nodes[2] = own("b", n=9)
+    entries[2] = {"last_activated_at": "2026-01-02T00:00:00"}
+    refresh(grid, roster)
+    assert grid.queried == [1, 2, 2]
+    assert roster.facts[1].num_examples == 9
+    assert roster.node_of == {0: 1, 1: 2}
+
+
+def test_a_resumed_roster_knows_names_keys_and_what_was_agreed() -> None:
+    entries = {n: {"public_key": b"%d" % n} for n in (1, 2)}
+    first = refresh(Registered({1: own("b"), 2: own("c")}, entries), own_roster())
+    state = json.loads(json.dumps(first.state()))
+    entries |= {7: entries[1], 8: entries[2], 9: {"public_key": b"thief"}}
+    again = own_roster()
+    again.load_state(state)
+    refresh(
+        Registered({8: own("c"), 7: own("b"), 5: own("a"), 6: own("wide", features=[4]), 9: own("b")}, entries), again
+    )
+    assert (again.names, again.node_of) == (["b", "c", "a"], {0: 7, 1: 8, 2: 5})
+    assert again.agreed == {"features": [3]}
+    assert set(again.refused) == {6, 9}
+    assert make_roster().state() == {}
