@@ -120,7 +120,8 @@ def test_nodes_come_and_go_and_a_resume_knows_them(tmp_path: Path, files: list[P
     config = {**CONVEX, "method": "ditto", "lr": 0.1, "num-server-rounds": 6}
     there = ["ab", "ab", "a", "ac", "abc"]
     first = own_run(tmp_path / "run", {**config, "num-server-rounds": 4}, nodes, there)
-    assert [row["folded"] for row in first.rows("train")] == [[0, 1], [0], [0, 2], [0, 1, 2]]
+    for key in ("sampled", "folded"):
+        assert [row[key] for row in first.rows("train")] == [[0, 1], [0], [0, 2], [0, 1, 2]]
     resumed = own_run(tmp_path / "run", {**config, "resume": True}, nodes[::-1], ["cb", "cb", "abc"])
     assert [row["folded"] for row in resumed.rows("train")][4:] == [[1, 2], [0, 1, 2]]
     checkpoint = resumed.folder.load_checkpoint()
@@ -132,9 +133,10 @@ def test_nodes_come_and_go_and_a_resume_knows_them(tmp_path: Path, files: list[P
     assert not any("lost" in note for row in resumed.rows("train") for note in row.get("notes", []))
 
 
-def test_a_method_that_sums_over_all_clients_takes_no_newcomer(tmp_path: Path, files: list[Path]) -> None:
+@pytest.mark.parametrize("method", ["fednl", "scaffold", "fedclup"])
+def test_a_method_that_sums_over_all_clients_takes_no_newcomer(tmp_path: Path, files: list[Path], method: str) -> None:
     nodes = [own_file(path, name) for path, name in zip(files, "abc", strict=True)]
-    run = own_run(tmp_path / "run", {**CONVEX, "method": "fednl"}, nodes, ["ab", "ab", "abc"])
+    run = own_run(tmp_path / "run", {**CONVEX, "method": method, "lr": 0.1}, nodes, ["ab", "ab", "abc"])
     assert [row["folded"] for row in run.rows("train")] == [[0, 1]] * 3
 
 
