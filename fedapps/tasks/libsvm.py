@@ -7,10 +7,8 @@ find the place.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ from typing_extensions import override
 
 from fedapps.errors import TaskError, explain
 from fedapps.settings import setting
-from fedapps.tasks.base import DATA_VARIABLE, Data
-from fedapps.tasks.compressed import DAMAGED, find_compressed, open_compressed
+from fedapps.tasks.base import Data
+from fedapps.tasks.compressed import DAMAGED, open_compressed
 from fedapps.tasks.convex_task import ConvexTask
+from fedapps.tasks.own_files import OwnFilesTask
 
 DATASETS_PAGE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
 """Where the LIBSVM data sets can be had."""
@@ -33,24 +32,27 @@ MOST_FEATURES = 10_000_000
 """Features that a node may speak of; the model has a number for each."""
 
 
-class LibsvmTask(ConvexTask):
+class LibsvmTask(OwnFilesTask, ConvexTask):
     """L2-regularised logistic regression on a LIBSVM file with two classes.
 
     The smaller of the two labels becomes -1 and the larger +1, whether the file says -1/+1, 0/1 or 1/2. Features stay
     sparse, and no intercept is added.
     """
 
-    class Options(ConvexTask.Options):
+    FOLDER = "libsvm"
+    FORMAT = "a LIBSVM file"
+    EXAMPLE = "a9a"
+    ADVICE = f"download it from {DATASETS_PAGE}"
+
+    class Options(OwnFilesTask.Options, ConvexTask.Options):
         """Options of a LIBSVM file."""
 
-        file: str = setting("", "training file: a path, or a name in the data folder or its libsvm folder", path=True)
-        test_file: str = setting("", "test file; empty = no test set", path=True)
         num_features: int = setting(0, "number of features; 0 = the largest index in the files")
 
     @override
     def load(self) -> tuple[Data, Data]:
         """Read the files: inputs CSR ``(n, d)`` float64, targets -1 or +1; without a test file the test set is empty."""
-        train_path, *test_paths = self._files.values()
+        train_path, *test_paths = self.files.values()
         d = self.options.num_features or int((self.config.agreed.get("features") or [0])[0])
         train = read_libsvm(train_path, d)
         classes = _two_classes(train[1], train_path)
@@ -93,46 +95,6 @@ class LibsvmTask(ConvexTask):
     def num_features(self) -> int:
         """The option, so that a server needs no data; without it that of the files."""
         return self.options.num_features or super().num_features
-
-    @override
-    def places(self, name: str) -> list[Path]:
-        """Look in the data folder, and there in the folder ``libsvm``."""
-        path, folder = Path(name).expanduser(), self.data_dir
-        folders = [folder, folder / "libsvm"] if folder else []
-        return [path] if path.is_absolute() else [folder / path for folder in folders]
-
-    @override
-    def checksums(self) -> dict[str, str]:
-        """Identify the files: folder and name, such as ``libsvm/a9a.gz`` -> SHA-256 of its bytes."""
-        return {
-            f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in self._files.values()
-        }
-
-    @cached_property
-    def _files(self) -> dict[str, Path]:
-        """Option -> file; the training file first, the test file only if there is one."""
-        wanted = {"file": self.options.file, "test-file": self.options.test_file}
-        if not wanted["file"]:
-            raise TaskError(
-                f"task '{self.name}', option 'file'",
-                expected="the name or path of a LIBSVM file",
-                got="nothing",
-                do="set task-options='file = \"a9a\"'",
-            )
-        return {key: self._find(name) for key, name in wanted.items() if name}
-
-    def _find(self, name: str) -> Path:
-        places = self.places(name)
-        if found := find_compressed(places):
-            return found
-        looked = " and ".join(map(str, places)) or f"no folder, since neither --data-dir nor {DATA_VARIABLE} is set"
-        raise TaskError(
-            f"task '{self.name}', file '{name}'",
-            expected="a file of that name, plain or with .gz, .xz or .bz2 appended",
-            got=f"none; looked at {looked}",
-            do=f"download it from {DATASETS_PAGE} and set --data-dir or {DATA_VARIABLE} to its folder",
-        )
 
 
 class A9aTask(LibsvmTask):
