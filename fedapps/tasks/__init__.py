@@ -66,6 +66,7 @@ def _family(
 
 
 _DIGITS = ("UCI Optical Recognition of Handwritten Digits, bundled with scikit-learn", "CC BY 4.0")
+_TABLE = ("a file of your own", "that of the file")
 _DRAWN = ("drawn from the seed (arXiv 2410.08934, experiments)", "none needed")
 
 TASKS: tuple[TaskInfo, ...] = (
@@ -132,7 +133,20 @@ TASKS: tuple[TaskInfo, ...] = (
          "Platt, LIBSVM form: file w8a in the data folder", "none stated"),
         ("libsvm", "LibsvmTask",
          "any LIBSVM file with two classes (options file, test-file), L2-regularised logistic regression",
-         "a file of your own", "that of the file"),
+         *_TABLE),
+    ]),
+    *_family("table", TaskKind.CONVEX, group="table", rows=[
+        ("table", "TableTask",
+         "any CSV or Parquet table with two classes (options file, label, ...), L2-regularised logistic regression",
+         *_TABLE),
+    ]),
+    *_family("table_net", TaskKind.TORCH, group="table", rows=[
+        ("table-net", "TableNetTask",
+         "any CSV or Parquet table with two classes or more (options file, label, hidden, ...), small MLP",
+         *_TABLE),
+        ("table-regression", "TableRegressionTask",
+         "any CSV or Parquet table whose label is a number, small MLP",
+         *_TABLE),
     ]),
     *_family("synthetic", TaskKind.CONVEX, rows=[
         ("synthetic-linear", "SyntheticLinearTask",

@@ -1,0 +1,295 @@
+r"""What nodes with a table each must share, and what each tells for it: counts, sums, sums of squares, values of categories.
+
+**Mean and variance** of a column of numbers are those of all rows of all nodes, as if they lay in one file: with ``n`` values,
+:math:`\mu = \frac1n \sum x` and :math:`\sigma^2 = \frac1n \sum x^2 - \mu^2` (divisor ``n``). A node tells both sums exactly,
+each as a few float64 numbers that add up to it; the server computes with fractions and rounds once, at the end. So nothing
+cancels, and the result does not depend on how the rows are spread over nodes.
+
+**Values** of a column of categories are those that some node has, in ascending order, unless they are stated: then a node
+tells nothing but what was stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Annotated, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedapps.errors import TaskError
+
+MAX_VALUES = 1000
+"""Most values of a column of categories, and of a label with classes; what has more is an identifier or free text."""
+
+MAX_LENGTH = 100
+"""Most characters of such a value."""
+
+
+Part = Annotated[float, Field(ge=-1e300, le=1e300)]
+"""A number of an exact sum; bounded, so that no sum of what nodes tell is beyond float64."""
+
+Value = Annotated[str, Field(max_length=MAX_LENGTH)]
+
+
+LABEL = "(label)"
+"""What errors call the column to predict: nodes may name it differently."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="forbid")
+
+
+class Numbers(_Model):
+    """What a node tells about a column of numbers.
+
+    Attributes:
+        count: How many values it has; fewer than examples where some are missing.
+        sum: A few numbers whose sum is that of the values, exactly; none where nobody needs it.
+        squares: The same for their squares.
+    """
+
+    count: int = Field(ge=0)
+    sum: list[Part] = Field(default=[], max_length=100)
+    squares: list[Part] = Field(default=[], max_length=100)
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], *, mean: bool, variance: bool) -> Self:
+        """Sum up a column ``(n,)`` with NaN for missing values; every magnitude is at most 1e100."""
+        present = values[~np.isnan(values)]
+        return cls(
+            count=len(present),
+            sum=exact_sum(present) if mean or variance else [],
+            squares=exact_sum_of_squares(present) if variance else [],
+        )
+
+
+class Categories(_Model):
+    """What a node tells about a column of categories: its values, or those that were stated; ``count`` as for numbers."""
+
+    count: int = Field(ge=0)
+    values: list[Value] = Field(max_length=MAX_VALUES)
+    stated: bool
+
+
+class Told(_Model, extra="ignore"):
+    """What a node tells about its table; every task tells more beside it.
+
+    Attributes:
+        examples: Rows of its training file.
+        columns: The columns to learn from, in the file's order or as they were named.
+        label: The column to predict.
+        missing: The option of that name.
+        standardise: The option of that name.
+    """
+
+    examples: int = Field(ge=1)
+    columns: dict[str, Numbers | Categories]
+    label: Numbers | Categories
+    missing: str
+    standardise: bool
+
+    def difference(self, other: Told) -> tuple[str, str]:
+        """Say how a node differs from another in what must be equal: what is expected, and what came; ``""`` if in nothing."""
+        for name in self.columns.keys() | other.columns.keys():
+            mine, theirs = (type(told.columns[name]).__name__.lower() if name in told.columns else "no such column"
+                            for told in (self, other))  # fmt: skip
+            if mine != theirs:
+                return f"{theirs} in column '{name}', as most have", mine
+        ways: list[tuple[str, Any, Any]] = [
+            ("label", type(self.label).__name__.lower(), type(other.label).__name__.lower()),
+            ("missing", self.missing, other.missing),
+            ("standardise", self.standardise, other.standardise),
+        ]
+        for what, mine, theirs in ways:
+            if mine != theirs:
+                return f"{what} = {theirs}, as most have", str(mine)
+        return "", ""
+
+
+class Column(_Model):
+    """How a column becomes features.
+
+    Attributes:
+        name: Of the column.
+        mean: Taken off each number, and put in the place of a missing one.
+        scale: What each number is then divided by.
+        values: Of a column of categories: each value is a feature, 0 or 1. None for numbers.
+        indicator: Whether one more feature says that the value is missing.
+    """
+
+    name: str
+    mean: float = 0.0
+    scale: float = Field(default=1.0, gt=0)
+    values: list[str] | None = None
+    indicator: bool = False
+
+    @property
+    def features(self) -> list[str]:
+        """Name the features: ``age``, ``sex = f``, ``age is missing``."""
+        own = [self.name] if self.values is None else [f"{self.name} = {value}" for value in self.values]
+        return [*own, f"{self.name} is missing"] if self.indicator else own
+
+
+class Agreement(_Model, extra="ignore"):
+    """What all nodes share: how columns become features, and the label.
+
+    Attributes:
+        examples: Rows on all nodes.
+        columns: In the order of the features.
+        label: Its classes, or mean and scale of its numbers.
+    """
+
+    examples: int = Field(ge=1)
+    columns: list[Column]
+    label: Column
+
+
+def agree(told: Mapping[str, Mapping[str, Any]], task: str) -> Agreement:
+    """Make what all share from what each node told: the same for the same rows, however they are spread.
+
+    Args:
+        told: Name of a node -> what it told (`Told`); an empty name is not mentioned.
+        task: Name of the task, for errors.
+
+    Raises:
+        TaskError: A node told nothing of a table, or differs from the others; which one, and in what.
+    """
+    nodes = {f"task '{task}'" + (f", node '{node}'" if node else ""): told[node] for node in sorted(told)}
+    parsed = {where: _parse(where, content) for where, content in nodes.items()}
+    ways = [(tuple(sorted(one.columns)), one.missing, one.standardise) for one in parsed.values()]
+    most = max(range(len(ways)), key=lambda i: (ways.count(ways[i]), -i))
+    model = list(parsed.values())[most]
+    for where, one in parsed.items():
+        expected, got = one.difference(model)
+        if expected:
+            raise TaskError(where, expected=expected, got=got, do="give all nodes the same columns and options")
+    columns = []
+    for name in model.columns:
+        mine = {where: one.columns[name] for where, one in parsed.items()}
+        lacks = any(column.count < parsed[where].examples for where, column in mine.items())
+        columns.append(_column(name, mine, lacks, model))
+    label = _column(LABEL, {where: one.label for where, one in parsed.items()}, False, model)
+    return Agreement(examples=sum(one.examples for one in parsed.values()), columns=columns, label=label)
+
+
+def _parse(where: str, content: Mapping[str, Any]) -> Told:
+    try:
+        told = Told.model_validate(dict(content))
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise TaskError(
+            where,
+            expected="what a node tells about its table",
+            got=f"{fault['msg']}, at '{place}'",
+            do="run the same version and task on all nodes",
+        ) from error
+    for name, column in [*told.columns.items(), (LABEL, told.label)]:
+        impossible = column.count > told.examples
+        if isinstance(column, Numbers) and (told.standardise or column.squares):
+            # The square of a mean is at most the mean of the squares.
+            impossible |= _total(column.sum) ** 2 > column.count * _total(column.squares)
+        if impossible:
+            raise TaskError(
+                f"{where}, column '{name}'", expected="sums that numbers can have", got="others", do="look at that node"
+            )
+    return told
+
+
+def _column(name: str, columns: Mapping[str, Numbers | Categories], lacks: bool, model: Told) -> Column:
+    indicator = lacks and model.missing == "indicator"
+    categories = {where: column for where, column in columns.items() if isinstance(column, Categories)}
+    if categories:
+        return Column(name=name, values=_values(name, categories), indicator=indicator)
+    numbers = [column for column in columns.values() if isinstance(column, Numbers)]
+    if not any(column.count for column in numbers):
+        raise TaskError(f"column '{name}'", expected="a value on some node", got="none", do="name it in ignore")
+    mean, deviation = pooled(numbers)
+    return Column(name=name, mean=mean, scale=deviation or 1.0, indicator=indicator)
+
+
+def _values(name: str, columns: Mapping[str, Categories]) -> list[str]:
+    """Give the values that were stated, the same on all nodes that state any, or else all that are told."""
+    stated = next((column.values for column in columns.values() if column.stated), None)
+    if stated is None:
+        values = ascending(value for column in columns.values() for value in column.values)
+        if len(values) > MAX_VALUES:
+            raise TaskError(
+                f"column '{name}'",
+                expected=f"at most {MAX_VALUES} different values on all nodes",
+                got=f"{len(values)}",
+                do="name it in ignore",
+            )
+        return values
+    for where, column in columns.items():
+        other = column.values if column.stated and column.values != stated else sorted({*column.values} - {*stated})
+        if other:
+            raise TaskError(
+                f"{where}, column '{name}'",
+                expected=f"the values that another node states, {' | '.join(stated)}",
+                got=" | ".join(other),
+                do="state the same values on all nodes",
+            )
+    return stated
+
+
+def ascending(values: Iterable[str]) -> list[str]:
+    """Sort different values: numbers by their size, then texts."""
+
+    def key(value: str) -> tuple[bool, float, str]:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        return (False, number, value) if math.isfinite(number) else (True, 0.0, value)
+
+    return sorted(set(values), key=key)
+
+
+def exact_sum(values: NDArray[np.float64] | Sequence[float]) -> list[float]:
+    """Give a few numbers whose sum is exactly that of the values: each is what the sum still lacks, rounded.
+
+    Example:
+        >>> exact_sum([1e16, 1.0, 1e-20])
+        [1e+16, 1.0, 1e-20]
+    """
+    terms = list(map(float, values))
+    parts: list[float] = []
+    while rest := math.fsum(terms):
+        parts.append(rest)
+        terms.append(-rest)
+    return parts
+
+
+def exact_sum_of_squares(values: NDArray[np.float64]) -> list[float]:
+    r"""Give a few numbers whose sum is exactly that of the squares, of values of magnitude 1e-140 to 1e100, or 0.
+
+    With ``x = h + l``, halves of 26 bits, :math:`x^2 = p + (h^2 - p + 2hl + l^2)` exactly for ``p`` the rounded square
+    (Dekker 1971, Numerische Mathematik 18).
+    """
+    scaled = 134217729.0 * values  # 2**27 + 1
+    high = scaled - (scaled - values)
+    low = values - high
+    rounded = values * values
+    error = ((high * high - rounded) + 2 * high * low) + low * low
+    return exact_sum(np.concatenate([rounded, error]))
+
+
+def pooled(columns: Sequence[Numbers]) -> tuple[float, float]:
+    """Give mean and standard deviation (divisor n) of all nodes' values; the latter is 0 where no squares were told."""
+    count = sum(column.count for column in columns)
+    if not count:
+        return 0.0, 0.0
+    mean = sum((_total(column.sum) for column in columns), Fraction()) / count
+    if not any(column.squares for column in columns):
+        return float(mean), 0.0
+    variance = sum((_total(column.squares) for column in columns), Fraction()) / count - mean**2
+    return float(mean), math.sqrt(variance)
+
+
+def _total(parts: Sequence[float]) -> Fraction:
+    return sum(map(Fraction, parts), Fraction())
