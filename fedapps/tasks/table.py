@@ -178,7 +178,7 @@ class TableData(OwnFilesTask):
             raise TaskError(
                 f"task '{self.name}', label '{self.options.label}'",
                 expected="at least two classes",
-                got=f"{' | '.join(label.values or []) or 'none'}",
+                got=_shown(label.values or []),
                 do="take another column for label, or state classes",
             )
 
@@ -231,7 +231,7 @@ class TableData(OwnFilesTask):
             row = int(np.argmax(codes == len(values)))
             raise TaskError(
                 f"{table.place(row)}, column '{name}'",
-                expected="one of the values that are stated or agreed on, " + " | ".join(values),
+                expected="one of the values that are stated or agreed on, " + _shown(values),
                 got=repr(texts[row]),
                 do="correct it, or state all values",
             )
@@ -349,7 +349,7 @@ class TableTask(TableData, ConvexTask):
             raise TaskError(
                 f"task '{self.name}', label '{self.options.label}'",
                 expected="two classes",
-                got=" | ".join(label.values or []),
+                got=_shown(label.values or []),
                 do="take --task table-net for several classes, or table-regression for a number",
             )
 
@@ -358,6 +358,10 @@ class TableTask(TableData, ConvexTask):
         data = super()._data(table)
         inputs = np.concatenate([np.asarray(data.inputs), np.ones((len(data), 1))], axis=1)
         return Data(inputs, 2.0 * data.targets - 1.0, data.columns)
+
+
+def _shown(values: list[str]) -> str:
+    return " | ".join(values[:10]) + (f" | ... ({len(values)} in all)" if len(values) > 10 else "") or "none"
 
 
 def _split(text: str, by: str) -> list[str]:

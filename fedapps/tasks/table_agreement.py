@@ -92,22 +92,11 @@ class Told(_Model, extra="ignore"):
     missing: str
     standardise: bool
 
-    def difference(self, other: Told) -> tuple[str, str]:
-        """Say how a node differs from another in what must be equal: what is expected, and what came; ``""`` if in nothing."""
-        for name in self.columns.keys() | other.columns.keys():
-            mine, theirs = (type(told.columns[name]).__name__.lower() if name in told.columns else "no such column"
-                            for told in (self, other))  # fmt: skip
-            if mine != theirs:
-                return f"{theirs} in column '{name}', as most have", mine
-        ways: list[tuple[str, Any, Any]] = [
-            ("label", type(self.label).__name__.lower(), type(other.label).__name__.lower()),
-            ("missing", self.missing, other.missing),
-            ("standardise", self.standardise, other.standardise),
-        ]
-        for what, mine, theirs in ways:
-            if mine != theirs:
-                return f"{what} = {theirs}, as most have", str(mine)
-        return "", ""
+    def common(self) -> dict[str, str]:
+        """Say what must be equal on all nodes: what -> how it is here."""
+        columns = {f"column '{name}'": type(column).__name__.lower() for name, column in self.columns.items()}
+        label = type(self.label).__name__.lower()
+        return columns | {"label": label, "missing": self.missing, "standardise": str(self.standardise).lower()}
 
 
 class Column(_Model):
@@ -160,13 +149,12 @@ def agree(told: Mapping[str, Mapping[str, Any]], task: str) -> Agreement:
     """
     nodes = {f"task '{task}'" + (f", node '{node}'" if node else ""): told[node] for node in sorted(told)}
     parsed = {where: _parse(where, content) for where, content in nodes.items()}
-    ways = [(tuple(sorted(one.columns)), one.missing, one.standardise) for one in parsed.values()]
-    most = max(range(len(ways)), key=lambda i: (ways.count(ways[i]), -i))
+    common = {where: one.common() for where, one in parsed.items()}
+    kinds = [tuple(sorted(one.items())) for one in common.values()]
+    most = max(range(len(kinds)), key=lambda i: (kinds.count(kinds[i]), -i))
     model = list(parsed.values())[most]
-    for where, one in parsed.items():
-        expected, got = one.difference(model)
-        if expected:
-            raise TaskError(where, expected=expected, got=got, do="give all nodes the same columns and options")
+    for where, one in common.items():
+        _compare(where, one, dict(kinds[most]))
     columns = []
     for name in model.columns:
         mine = {where: one.columns[name] for where, one in parsed.items()}
@@ -174,6 +162,18 @@ def agree(told: Mapping[str, Mapping[str, Any]], task: str) -> Agreement:
         columns.append(_column(name, mine, lacks, model))
     label = _column(LABEL, {where: one.label for where, one in parsed.items()}, False, model)
     return Agreement(examples=sum(one.examples for one in parsed.values()), columns=columns, label=label)
+
+
+def _compare(where: str, mine: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    for what in [*mine, *expected]:
+        here, there = (one.get(what, "none") for one in (mine, expected))
+        if here != there:
+            raise TaskError(
+                f"{where}, {what}",
+                expected=f"{there}, as on most nodes",
+                got=here,
+                do="give all nodes the same columns and options",
+            )
 
 
 def _parse(where: str, content: Mapping[str, Any]) -> Told:
@@ -254,8 +254,8 @@ def exact_sum(values: NDArray[np.float64] | Sequence[float]) -> list[float]:
     """Give a few numbers whose sum is exactly that of the values: each is what the sum still lacks, rounded.
 
     Example:
-        >>> exact_sum([1e16, 1.0, 1e-20])
-        [1e+16, 1.0, 1e-20]
+        >>> exact_sum([0.1] * 10)
+        [1.0, 5.551115123125783e-17]
     """
     terms = list(map(float, values))
     parts: list[float] = []
