@@ -33,6 +33,7 @@ from fedapps.tasks.table_agreement import (
     Told,
     agree,
     ascending,
+    shown,
 )
 from fedapps.tasks.table_files import Table, TableFormat, read_table
 
@@ -124,10 +125,14 @@ class TableData(OwnFilesTask):
 
     @cached_property
     def agreement(self) -> Agreement:
-        """What all nodes share: as the server sent it, or of this table alone."""
+        """What all nodes share: as the server sent it, or of this table alone.
+
+        Raises:
+            TaskError: It was made for another task, or nothing can be learned from it.
+        """
         agreed = self.config.agreed or self.agree({"": self.tell()})
         try:
-            return Agreement.model_validate(agreed)
+            agreement = Agreement.model_validate(agreed)
         except ValidationError as error:
             raise TaskError(
                 f"task '{self.name}'",
@@ -135,6 +140,18 @@ class TableData(OwnFilesTask):
                 got=f"{agreed!r:.200}",
                 do="run the same version and task on all machines",
             ) from error
+        if self.config.agreed or not self._is_local:  # Before nodes have agreed, one need not have all classes.
+            self._check_agreement(agreement)
+        return agreement
+
+    def _check_agreement(self, agreement: Agreement) -> None:
+        """Refuse columns without any value, and a label that cannot be learned."""
+        for column in agreement.columns:
+            if not column.count:
+                raise TaskError(
+                    f"column '{column.name}'", expected="a value on some node", got="none", do="name it in ignore"
+                )
+        self._check_label(agreement.label)
 
     @override
     def tell(self) -> dict[str, Any]:
@@ -159,14 +176,13 @@ class TableData(OwnFilesTask):
 
     @override
     def agree(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Make the shared columns and label from what each node told.
+        """Make the shared columns and label from what each node told."""
+        return agree(told).model_dump()
 
-        Raises:
-            TaskError: A node's table differs from the others', or they have no classes to tell apart.
-        """
-        agreement = agree(told, self.name)
-        self._check_label(agreement.label)
-        return agreement.model_dump()
+    @override
+    def misfit(self, told: Mapping[str, Any], agreed: Mapping[str, Any]) -> str:
+        """Say in which column or option a node differs from what was agreed; ``""`` if in none."""
+        return Agreement.model_validate(agreed).misfit(told)
 
     def _label_told(self) -> Numbers | Categories:
         """Tell about the label, by default that it has classes."""
@@ -178,7 +194,7 @@ class TableData(OwnFilesTask):
             raise TaskError(
                 f"task '{self.name}', label '{self.options.label}'",
                 expected="at least two classes",
-                got=_shown(label.values or []),
+                got=shown(label.values or []),
                 do="take another column for label, or state classes",
             )
 
@@ -231,7 +247,7 @@ class TableData(OwnFilesTask):
             row = int(np.argmax(codes == len(values)))
             raise TaskError(
                 f"{table.place(row)}, column '{name}'",
-                expected="one of the values that are stated or agreed on, " + _shown(values),
+                expected="one of the values that are stated or agreed on, " + shown(values),
                 got=repr(texts[row]),
                 do="correct it, or state all values",
             )
@@ -349,7 +365,7 @@ class TableTask(TableData, ConvexTask):
             raise TaskError(
                 f"task '{self.name}', label '{self.options.label}'",
                 expected="two classes",
-                got=_shown(label.values or []),
+                got=shown(label.values or []),
                 do="take --task table-net for several classes, or table-regression for a number",
             )
 
@@ -358,10 +374,6 @@ class TableTask(TableData, ConvexTask):
         data = super()._data(table)
         inputs = np.concatenate([np.asarray(data.inputs), np.ones((len(data), 1))], axis=1)
         return Data(inputs, 2.0 * data.targets - 1.0, data.columns)
-
-
-def _shown(values: list[str]) -> str:
-    return " | ".join(values[:10]) + (f" | ... ({len(values)} in all)" if len(values) > 10 else "") or "none"
 
 
 def _split(text: str, by: str) -> list[str]:

@@ -12,6 +12,7 @@ tells nothing but what was stated.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Self
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedapps.errors import TaskError
+from fedapps.errors import TaskError, explain
 
 MAX_VALUES = 1000
 """Most values of a column of categories, and of a label with classes; what has more is an identifier or free text."""
@@ -94,9 +95,8 @@ class Told(_Model, extra="ignore"):
 
     def common(self) -> dict[str, str]:
         """Say what must be equal on all nodes: what -> how it is here."""
-        columns = {f"column '{name}'": type(column).__name__.lower() for name, column in self.columns.items()}
-        label = type(self.label).__name__.lower()
-        return columns | {"label": label, "missing": self.missing, "standardise": str(self.standardise).lower()}
+        kinds = {name: isinstance(column, Categories) for name, column in [*self.columns.items(), (LABEL, self.label)]}
+        return _common(kinds, self.missing, self.standardise)
 
 
 class Column(_Model):
@@ -104,6 +104,7 @@ class Column(_Model):
 
     Attributes:
         name: Of the column.
+        count: Values on all nodes.
         mean: Taken off each number, and put in the place of a missing one.
         scale: What each number is then divided by.
         values: Of a column of categories: each value is a feature, 0 or 1. None for numbers.
@@ -111,6 +112,7 @@ class Column(_Model):
     """
 
     name: str
+    count: int = Field(ge=0)
     mean: float = 0.0
     scale: float = Field(default=1.0, gt=0)
     values: list[str] | None = None
@@ -130,50 +132,76 @@ class Agreement(_Model, extra="ignore"):
         examples: Rows on all nodes.
         columns: In the order of the features.
         label: Its classes, or mean and scale of its numbers.
+        missing: The option of that name.
+        standardise: The option of that name.
     """
 
     examples: int = Field(ge=1)
     columns: list[Column]
     label: Column
+    missing: str
+    standardise: bool
+
+    def misfit(self, told: Mapping[str, Any]) -> str:
+        """Say why a node's table does not fit; ``""`` if it does.
+
+        Its columns and options must be the agreed ones, and its categories among the agreed values.
+
+        Raises:
+            TaskError: What it tells is not about a table.
+        """
+        node = _parse("", told)
+        agreed = {column.name: column for column in [*self.columns, self.label]}
+        expected = _common({name: c.values is not None for name, c in agreed.items()}, self.missing, self.standardise)
+        mine = node.common()
+        for what in [*mine, *expected]:
+            here, there = (one.get(what, "absent") for one in (mine, expected))
+            if here != there:
+                return explain(what, expected=f"{there}, as on the other nodes", got=here, do=_ALIKE)
+        for name, column in [*node.columns.items(), (LABEL, node.label)]:
+            known = agreed[name].values or []
+            if isinstance(column, Categories) and (others := [value for value in column.values if value not in known]):
+                return explain(
+                    f"column '{name}'", expected=f"values among {shown(known)}", got=shown(others), do=_ALIKE
+                )
+        return ""
 
 
-def agree(told: Mapping[str, Mapping[str, Any]], task: str) -> Agreement:
+_ALIKE = "give all nodes the same columns and options"
+
+
+def _common(categories: Mapping[str, bool], missing: str, standardise: bool) -> dict[str, str]:
+    kinds = {f"column '{name}'": "categories" if has else "numbers" for name, has in categories.items()}
+    return kinds | {"missing": missing, "standardise": str(standardise).lower()}
+
+
+def agree(told: Mapping[str, Mapping[str, Any]]) -> Agreement:
     """Make what all share from what each node told: the same for the same rows, however they are spread.
 
+    Only nodes whose columns and options are like those of most nodes count; the others do not fit (`Agreement.misfit`).
+
     Args:
-        told: Name of a node -> what it told (`Told`); an empty name is not mentioned.
-        task: Name of the task, for errors.
+        told: Name of a node -> what it told (`Told`).
 
     Raises:
-        TaskError: A node told nothing of a table, or differs from the others; which one, and in what.
+        TaskError: What a node told is not about a table, or a column has too many values.
     """
-    nodes = {f"task '{task}'" + (f", node '{node}'" if node else ""): told[node] for node in sorted(told)}
-    parsed = {where: _parse(where, content) for where, content in nodes.items()}
-    common = {where: one.common() for where, one in parsed.items()}
-    kinds = [tuple(sorted(one.items())) for one in common.values()]
-    most = max(range(len(kinds)), key=lambda i: (kinds.count(kinds[i]), -i))
-    model = list(parsed.values())[most]
-    for where, one in common.items():
-        _compare(where, one, dict(kinds[most]))
+    nodes = {node: _parse(f"node '{node}'" if node else "", told[node]) for node in sorted(told)}
+    ways = [tuple(sorted(one.common().items())) for one in nodes.values()]
+    most = max(range(len(ways)), key=lambda i: (ways.count(ways[i]), -i))
+    alike = [one for one, way in zip(nodes.values(), ways, strict=True) if way == ways[most]]
+    model = alike[0]
     columns = []
     for name in model.columns:
-        mine = {where: one.columns[name] for where, one in parsed.items()}
-        lacks = any(column.count < parsed[where].examples for where, column in mine.items())
-        columns.append(_column(name, mine, lacks, model))
-    label = _column(LABEL, {where: one.label for where, one in parsed.items()}, False, model)
-    return Agreement(examples=sum(one.examples for one in parsed.values()), columns=columns, label=label)
-
-
-def _compare(where: str, mine: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    for what in [*mine, *expected]:
-        here, there = (one.get(what, "none") for one in (mine, expected))
-        if here != there:
-            raise TaskError(
-                f"{where}, {what}",
-                expected=f"{there}, as on most nodes",
-                got=here,
-                do="give all nodes the same columns and options",
-            )
+        lacks = any(one.columns[name].count < one.examples for one in alike)
+        columns.append(_column(name, [one.columns[name] for one in alike], lacks and model.missing == "indicator"))
+    return Agreement(
+        examples=sum(one.examples for one in alike),
+        columns=columns,
+        label=_column(LABEL, [one.label for one in alike], False),
+        missing=model.missing,
+        standardise=model.standardise,
+    )
 
 
 def _parse(where: str, content: Mapping[str, Any]) -> Told:
@@ -195,46 +223,40 @@ def _parse(where: str, content: Mapping[str, Any]) -> Told:
             impossible |= _total(column.sum) ** 2 > column.count * _total(column.squares)
         if impossible:
             raise TaskError(
-                f"{where}, column '{name}'", expected="sums that numbers can have", got="others", do="look at that node"
+                f"{where}, column '{name}'".removeprefix(", "),
+                expected="sums that numbers can have",
+                got="others",
+                do="look at that node",
             )
     return told
 
 
-def _column(name: str, columns: Mapping[str, Numbers | Categories], lacks: bool, model: Told) -> Column:
-    indicator = lacks and model.missing == "indicator"
-    categories = {where: column for where, column in columns.items() if isinstance(column, Categories)}
-    if categories:
-        return Column(name=name, values=_values(name, categories), indicator=indicator)
-    numbers = [column for column in columns.values() if isinstance(column, Numbers)]
-    if not any(column.count for column in numbers):
-        raise TaskError(f"column '{name}'", expected="a value on some node", got="none", do="name it in ignore")
-    mean, deviation = pooled(numbers)
-    return Column(name=name, mean=mean, scale=deviation or 1.0, indicator=indicator)
+def _column(name: str, told: Sequence[Numbers | Categories], indicator: bool) -> Column:
+    count = sum(column.count for column in told)
+    if categories := [column for column in told if isinstance(column, Categories)]:
+        return Column(name=name, count=count, values=_values(name, categories), indicator=indicator)
+    mean, deviation = pooled([column for column in told if isinstance(column, Numbers)])
+    return Column(name=name, count=count, mean=mean, scale=deviation or 1.0, indicator=indicator)
 
 
-def _values(name: str, columns: Mapping[str, Categories]) -> list[str]:
-    """Give the values that were stated, the same on all nodes that state any, or else all that are told."""
-    stated = next((column.values for column in columns.values() if column.stated), None)
-    if stated is None:
-        values = ascending(value for column in columns.values() for value in column.values)
-        if len(values) > MAX_VALUES:
-            raise TaskError(
-                f"column '{name}'",
-                expected=f"at most {MAX_VALUES} different values on all nodes",
-                got=f"{len(values)}",
-                do="name it in ignore",
-            )
-        return values
-    for where, column in columns.items():
-        other = column.values if column.stated and column.values != stated else sorted({*column.values} - {*stated})
-        if other:
-            raise TaskError(
-                f"{where}, column '{name}'",
-                expected=f"the values that another node states, {' | '.join(stated)}",
-                got=" | ".join(other),
-                do="state the same values on all nodes",
-            )
-    return stated
+def _values(name: str, told: Sequence[Categories]) -> list[str]:
+    """Give the values that most of those state who state any, else all that are told."""
+    if stated := Counter(tuple(column.values) for column in told if column.stated):
+        return list(stated.most_common(1)[0][0])
+    values = ascending(value for column in told for value in column.values)
+    if len(values) > MAX_VALUES:
+        raise TaskError(
+            f"column '{name}'",
+            expected=f"at most {MAX_VALUES} different values on all nodes",
+            got=f"{len(values)}",
+            do="name it in ignore",
+        )
+    return values
+
+
+def shown(values: Sequence[str]) -> str:
+    """List values for a message, the first ten of them."""
+    return " | ".join(values[:10]) + (f" | ... ({len(values)} in all)" if len(values) > 10 else "") or "none"
 
 
 def ascending(values: Iterable[str]) -> list[str]:

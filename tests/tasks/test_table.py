@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -228,8 +229,10 @@ def test_nodes_with_a_part_each_see_the_numbers_of_the_whole_bit_by_bit(tumours:
     told = {f"node {i}": over_the_wire(of_file(file, name).tell()) for i, file in enumerate(files)}
     assert [one["examples"] for one in told.values()] == [3, 66, 500]
     assert told["node 0"]["classes"] == ["malignant"]
+    assert len(of_file(files[0], name).client_data(-1, 0).train) == 3, "one class is no reason to refuse a node"
     server = of_file(Path("/absent/tumours.csv"), name)
     agreed = over_the_wire(server.agree(told))
+    assert [server.misfit(one, agreed) for one in told.values()] == ["", "", ""]
     parts = [of_file(file, name, agreed).load()[0] for file in files]
     assert np.concatenate([part.inputs for part in parts]).tobytes() == alone.inputs.tobytes()
     assert np.concatenate([part.targets for part in parts]).tobytes() == alone.targets.tobytes()
@@ -270,6 +273,23 @@ def test_a_node_whose_file_has_changed_since_is_told_the_line(tmp_path: Path) ->
     changed = task_of(tmp_path, PATIENTS.replace("m,C", "m,Z"), config={"agreed": agreed, "partition": LOCAL})
     with pytest.raises(TaskError, match=r"line 5, column 'ward': .*agreed on, A \| B \| C, got 'Z'"):
         changed.load()
+
+
+def test_nothing_to_learn_is_found_when_all_have_told(tmp_path: Path) -> None:
+    """A node alone may lack a class or every value of a column; all together may not."""
+    for text, options, message in [
+        (PATIENTS.replace("yes", "no"), {}, "expected at least two classes, got no"),
+        (
+            re.sub(r",\d\d,", ",,", PATIENTS),
+            {"missing": "mean"},
+            "column 'age': expected a value on some node, got none",
+        ),
+    ]:
+        node = task_of(tmp_path, text, config={"partition": LOCAL}, **options)
+        assert len(node.client_data(-1, 0).train) == 4
+        server = task_of(tmp_path, config={"partition": LOCAL, "agreed": node.agree({"a": node.tell()})}, **options)
+        with pytest.raises(TaskError, match=message):
+            server.initial_arrays(0)
 
 
 @pytest.mark.parametrize("agreed", [{"examples": 1}, {"columns": 3}, {"examples": 4, "columns": [{}], "label": {}}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,17 @@ def test_a_label_that_is_no_number_is_named(tmp_path: Path, text: str, options: 
         task_of(tmp_path, "table-regression", text, **options).tell()
 
 
-def test_nodes_with_classes_and_with_numbers_do_not_agree(tmp_path: Path) -> None:
-    classes, number = (
-        task_of(tmp_path, "table-net"),
-        task_of(tmp_path, "table-regression", label="width", ignore="kind"),
-    )
-    with pytest.raises(TaskError, match="expected a label that is a number on all nodes, got classes"):
-        number.agree({"a": classes.tell()})
-    with pytest.raises(TaskError, match="expected at least two classes, got none"):
-        classes.agree({"a": number.tell()})
+def test_classes_and_numbers_do_not_agree(tmp_path: Path) -> None:
+    classes = task_of(tmp_path, "table-net", features="length")
+    number = task_of(tmp_path, "table-regression", label="width", features="length")
+    told = [number.tell(), number.tell(), classes.tell()]
+    agreed = number.agree(dict(zip("abc", told, strict=True)))
+    assert number.misfit(told[0], agreed) == ""
+    assert "column '(label)': expected numbers, as on the other nodes, got categories" in number.misfit(told[2], agreed)
+    for task, other, message in [
+        (number, told[2], "a label that is a number on all nodes, got classes"),
+        (classes, told[0], "at least two classes, got none"),
+    ]:
+        config = dataclasses.replace(task.config, agreed=task.agree({"a": other}))
+        with pytest.raises(TaskError, match=message):
+            type(task)(config, task.name).initial_arrays(0)
