@@ -2,6 +2,7 @@
 
 * ``[tool.flwr.app.config]`` in `pyproject.toml`: every setting with its default;
 * the settings table and that of the preset ``paper`` in `docs/settings.md`;
+* the options of the tasks on tables in `docs/tables.md`;
 * the table of methods in `README.md`.
 
 Usage: ``python scripts/generate.py [--check]``
@@ -15,6 +16,7 @@ from pathlib import Path
 from fedapps.methods import METHODS, method_groups
 from fedapps.results.settings_file import to_toml
 from fedapps.settings import all_keys, bounds_of, choices_of, default_config, default_of, keys_of, kind_of
+from fedapps.tasks import TASKS, task_class
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,6 +59,25 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
+def table_options() -> str:
+    """The options of the tasks on tables as a Markdown table."""
+    own: dict[str, list[str]] = {}
+    fields = {}
+    names = [row.name for row in TASKS if row.group == "table"]
+    for name in names:
+        for key, field in keys_of(task_class(name).Options).items():
+            own.setdefault(key, []).append(name)
+            fields[key] = field
+    rows = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for key, field in fields.items():
+        of = "" if own[key] == names else ", ".join(f"`{name}`" for name in own[key]) + ": "
+        choices = " \\| ".join(f"`{choice}`" for choice in choices_of(field))
+        about = (of + str(field.description) + (f" ({choices})" if choices else "")).replace(" | ", " \\| ")
+        default = f"`{to_toml({key: field.default}).partition(' = ')[2].strip()}`".replace("|", "\\|")
+        rows.append(f"| `{key}` | {default if field.default != '' else 'empty'} | {about} |")
+    return "\n".join(rows)
+
+
 def presets_table() -> str:
     """What the preset ``paper`` sets, as a Markdown table."""
     rows = ["| method | tasks | `preset = paper` |", "| --- | --- | --- |"]
@@ -90,6 +111,7 @@ def main() -> int:
         (ROOT / "pyproject.toml", "# <generated: settings>", "# </generated>", run_config()),
         (ROOT / "docs" / "settings.md", "<!-- generated: settings -->", "<!-- /generated -->", settings_table()),
         (ROOT / "docs" / "settings.md", "<!-- generated: presets -->", "<!-- /generated presets -->", presets_table()),
+        (ROOT / "docs" / "tables.md", "<!-- generated: table options -->", "<!-- /generated -->", table_options()),
         (ROOT / "README.md", "<!-- generated: methods -->", "<!-- /generated -->", methods_table()),
     ]
     stale = []

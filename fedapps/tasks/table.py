@@ -350,7 +350,7 @@ class TableTask(TableData, ConvexTask):
     row, for the intercept; it is regularised as the others are.
     """
 
-    class Options(TableData.Options, ConvexTask.Options):
+    class Options(ConvexTask.Options, TableData.Options):
         """The table, and the penalty."""
 
     @property
