@@ -87,6 +87,16 @@ def test_missing_values_are_refused_by_line(tmp_path: Path) -> None:
                 getattr(task_of(tmp_path, part, **options), call)()
 
 
+def test_a_missing_value_of_a_test_file_is_refused_by_line_or_the_training_rows_mean(tmp_path: Path) -> None:
+    """In the training file nothing is missing, so no indicator is agreed on."""
+    tmp_path.joinpath("test.csv").write_text("outcome,age\nyes,50\nno,\n")
+    options = {"features": "age", "test-file": "test.csv"}
+    with pytest.raises(TaskError, match=r"test\.csv, line 3, column 'age': expected a value, got none"):
+        task_of(tmp_path, **options).load()
+    _, test = task_of(tmp_path, missing="indicator", **options).load()
+    assert test.inputs.tolist() == [[0, 1], [0, 1]]
+
+
 def test_a_missing_number_is_the_mean_and_a_missing_category_none(tmp_path: Path) -> None:
     """Ages 30, 50, 80: mean 160/3."""
     task = task_of(tmp_path, HOLES, missing="mean", features="age, sex")

@@ -69,6 +69,14 @@ def test_how_a_table_may_be_written(tmp_path: Path, form: dict[str, str], conten
     assert (table.names, table.numbers("a").tolist(), table.texts("b")) == (("a", "b"), [1.5], ["ä"])
 
 
+def test_rows_that_lie_across_the_parser_s_blocks_are_whole(tmp_path: Path) -> None:
+    """Arrow reads a megabyte at a time; in a field with line breaks no end of a line says where a row ends."""
+    values = ["\n".join(["x"] * 50) + str(i) for i in range(30_000)]
+    table = table_of(tmp_path, "a,b\n" + "".join(f'{i},"{value}"\n' for i, value in enumerate(values)))
+    assert table.texts("b") == values
+    assert table.numbers("a").tolist() == list(range(30_000))
+
+
 def test_without_a_header_columns_are_numbered(tmp_path: Path) -> None:
     table = table_of(tmp_path, "1,x\n\n2,y\n", header=False)
     assert (table.names, table.numbers("1").tolist(), table.texts("2")) == (("1", "2"), [1, 2], ["x", "y"])
