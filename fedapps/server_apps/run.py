@@ -46,7 +46,8 @@ from fedapps.tasks.from_settings import load_task_of
 logger = getLogger("flwr")
 
 LOGGED_METRICS = (
-    "validation-accuracy", "test-accuracy", "validation-f1", "test-f1", "test-loss", "test-statistical-error",
+    "validation-accuracy", "test-accuracy", "validation-f1", "test-f1", "validation-absolute-error", "test-absolute-error",
+    "test-loss", "test-statistical-error",
     "client-personal-test-accuracy", "client-global-test-accuracy", "client-personal-test-statistical-error",
     "client-validation-accuracy-weighted", "client-test-accuracy-weighted",
 )  # fmt: skip

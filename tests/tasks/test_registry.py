@@ -25,8 +25,8 @@ def test_every_row_can_be_imported_and_is_of_its_kind(row):
 
 def test_listing_and_convex_tasks_import_nothing_heavy():
     code = (
-        "import sys, fedapps.tasks as t; t.task_kind('digits'); t.task_class('a9a');"
-        "print([m for m in ('torch', 'sklearn', 'datasets', 'flwr_datasets', 'flwr') if m in sys.modules])"
+        "import sys, fedapps.tasks as t; t.task_kind('digits'); t.task_class('a9a'); t.task_class('table');"
+        "print([m for m in ('torch', 'sklearn', 'datasets', 'flwr_datasets', 'pyarrow', 'flwr') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
