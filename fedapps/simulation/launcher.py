@@ -23,6 +23,7 @@ from fedapps.settings import Scalar
 from fedapps.simulation.app_folder import Components, write_app_folder
 from fedapps.simulation.flower_cli import FlowerCli, RunInfo
 from fedapps.simulation.flower_environment import flower_environment, log_tail
+from fedapps.simulation.own_modules import OwnModule
 from fedapps.simulation.processes import CONNECTION, SuperLink
 
 _POLL_SECONDS = 1.0
@@ -125,6 +126,7 @@ def run_on_superlink(
     on_poll: Poll | None = None,
     log_path: Path | None = None,
     copy: FolderCopy | None = None,
+    modules: Sequence[OwnModule] = (),
     components: Components | None = None,
 ) -> Outcome:
     """Run the app on a SuperLink named in the user's Flower configuration.
@@ -139,6 +141,7 @@ def run_on_superlink(
         on_poll: Called about once a second while the run goes on.
         log_path: The run's log, added to the file while it grows.
         copy: Takes what the server app sends of its run folder out of the log.
+        modules: The user's own modules, which server and nodes get with the run.
         components: The two apps; by default those of this package.
 
     Returns:
@@ -150,7 +153,7 @@ def run_on_superlink(
     variables = flower_environment(python_path, environment)
     _require_connection(connection, variables)
     with tempfile.TemporaryDirectory(prefix="fedapps-app-") as folder:
-        write_app_folder(Path(folder, "app"), run_config, components=components)
+        write_app_folder(Path(folder, "app"), run_config, components=components, modules=modules)
         cli = FlowerCli(connection, variables)
         log_path = log_path or Path(folder, "run.log")
         stream = log_path if copy is None else Path(folder, "stream")

@@ -24,6 +24,7 @@ from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import AUTO, Scalar, Settings, default_config, flatten
 from fedapps.simulation.inprocess import run_inprocess
 from fedapps.simulation.launcher import run_on_superlink, run_simulation
+from fedapps.simulation.own_modules import own_modules
 from fedapps.tasks.from_settings import load_task_of
 
 LOG = "flower.log"
@@ -217,9 +218,12 @@ def _gpu_share(device: str, how: Start) -> float:
 def _on_superlink(
     config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail, before: Summary
 ) -> Ended:
+    modules = own_modules(config, how.python_path)
     if folder is None:
-        outcome = run_on_superlink(config, connection=how.superlink, python_path=how.python_path)
+        outcome = run_on_superlink(config, connection=how.superlink, python_path=how.python_path, modules=modules)
         return _ended(None, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before, how)
+    with (folder.path / LOG).open("a", encoding="utf-8") as log:
+        log.writelines(f"{module.told()}\n" for module in modules)
     copy = FolderCopy(folder, folder.path / LOG)
 
     def look() -> None:
@@ -234,6 +238,7 @@ def _on_superlink(
             on_poll=look,
             log_path=folder.path / LOG,
             copy=copy,
+            modules=modules,
         )
     status, reason = RunStatus(outcome.status.value), outcome.details or outcome.log_tail
     return _ended(folder, status, reason, before, how, copy.told())
