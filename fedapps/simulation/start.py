@@ -95,9 +95,12 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
     """
     if how.superlink:
         run_config = {"collect-mb": COLLECT_MB, **run_config}
-    if how.superlink and run_config.get("partition", "auto") == "auto":
+    if how.superlink and run_config.get("partition", AUTO) == AUTO:
         run_config = {**run_config, "partition": "local"}
     settings = resolve_settings(run_config)
+    if how.superlink and settings.client_evaluation == "every" and run_config.get("client-evaluation", AUTO) == AUTO:
+        # It starts a process on every node, which may cost as much as a round: not every round unless that is asked for.
+        settings = resolve_settings({**run_config, "client-evaluation": "last"})
     if settings.partition == "local" and not how.superlink:
         raise SettingsError(
             "setting 'partition'",

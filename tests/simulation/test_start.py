@@ -336,6 +336,23 @@ def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
         assert (sent[0]["validation-fraction"], sent[0]["client-evaluation"]) == (0.0, "last")
 
 
+@pytest.mark.parametrize("partition", ["local", "iid"])
+@pytest.mark.parametrize(("given", "expected"), [({}, "last"), ({"client-evaluation": "every"}, "every")])
+def test_on_a_superlink_clients_measure_once_unless_more_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, partition: str, given: dict[str, str], expected: str
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def launch(config: dict[str, Any], **how: Any) -> Outcome:
+        sent.append(config)
+        raise LaunchError("nowhere")
+
+    monkeypatch.setattr(module_under_test, "run_on_superlink", launch)
+    with pytest.raises(LaunchError, match="nowhere"):
+        start({"method": "fedclup", "task": "digits", "partition": partition, **given}, Start(superlink="lab"), None)
+    assert sent[0]["client-evaluation"] == expected
+
+
 def test_local_data_are_refused_where_all_clients_run_here(tmp_path: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"'partition': expected a split.*'local', which is for nodes of a SuperLink"

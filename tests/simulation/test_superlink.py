@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,10 @@ def test_a_run_survives_the_kill_of_superlink_supernode_and_server_app(
     (work / "wards_data" / "tasks.py").write_text(WARDS)
     config = {
         **runs.SITES, "method": "fedclup", "task": "wards_data.tasks:Wards", "partition": "column", "partition-column": "ward",
-        "client-test-fraction": 0.25, "client-evaluation": "last", "num-server-rounds": 2,
+        "client-test-fraction": 0.25, "num-server-rounds": 2,
     }  # fmt: skip
     monkeypatch.syspath_prepend(str(work))
-    straight = runs.short_run(tmp_path / "straight", config, 2)
+    straight = runs.short_run(tmp_path / "straight", {**config, "client-evaluation": "last"}, 2)
     monkeypatch.setattr(launcher, "_PATIENCE_SECONDS", 1.0)
     # As on two machines: where the command's folder lies is nothing to the server app.
     monkeypatch.setattr(RunFolder, "followed", lambda self: nullcontext())
@@ -103,6 +104,9 @@ def test_a_run_survives_the_kill_of_superlink_supernode_and_server_app(
         "model.safetensors",
     ):
         assert (here.path / name).read_bytes() == (there.path / name).read_bytes(), name
+    # A start greets once, and what clients measure is asked for in the last round only.
+    sent = Counter((row["round"], row["kind"]) for row in here.read_ledger() if row["direction"] == "down")
+    assert sent == dict.fromkeys([(1, "query"), (1, "train"), (2, "query"), (2, "train"), (2, "evaluate")], 2)
     assert here.load_checkpoint().server_round == 2
     for client, state in runs.client_states(tmp_path / "straight").items():
         [kept] = (tmp_path / f"state-{client}").glob(f"*/client-{client}/round-2.safetensors")
