@@ -41,6 +41,7 @@ endif
 soak: $(VENV)/.dev ## kill runs and lie to them, for an hour or more; not part of the tests
 	$(BIN)/python tests/soak/kills.py
 	$(BIN)/python tests/soak/replies.py
+	$(BIN)/python tests/soak/superlink_kills.py
 
 cover: $(VENV)/.dev ## run all tests, and write which lines they reach into build/coverage
 	$(BIN)/$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage

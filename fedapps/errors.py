@@ -101,3 +101,24 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """
     near = difflib.get_close_matches(name, sorted(known), n=1)
     return f"did you mean '{near[0]}'?" if near else otherwise
+
+
+def import_advice(error: Exception, module: str) -> str:
+    """Advise somebody whose own module cannot be imported, be it here or on a node.
+
+    Args:
+        error: What the import raised.
+        module: The module's full name.
+
+    Returns:
+        What to install, and on which machines; or that the module itself is wrong.
+    """
+    if not isinstance(error, ModuleNotFoundError):
+        return "correct the module"
+    machines = "on a SuperLink: on its machine and on every SuperNode's"
+    if f"{module}.".startswith(f"{error.name}."):
+        return (
+            f"check the spelling, put the folder that holds '{error.name}' on the Python path, or install it ({machines}, "
+            "unless the run is started in that folder: then it is shipped with the run)"
+        )
+    return f"install '{error.name}', which it imports ({machines})"

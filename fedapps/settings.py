@@ -262,6 +262,12 @@ class Settings(RoundSettings, _Run):
     run_dir: str = setting(
         "", "absolute path of the run folder; empty = a new one in FEDAPPS_RUNS (commands: --out, --resume)"
     )
+    collect_mb: float = setting(
+        0.0,
+        "MB of models, journal, ledger and checkpoint that a server app sends to the command that follows the run, beside "
+        "settings, metrics and summary; 0 = its run folder stays on its machine (64 with --superlink)",
+        ge=0,
+    )
     resume: bool = setting(False, "go on from the checkpoint in run-dir")
     accept_changes: bool = setting(
         False, "go on although settings, version, data or journal differ from the checkpoint's"

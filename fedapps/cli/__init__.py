@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedapps
-from fedapps.cli import advise, compare, journal, lists, models, report, run
+from fedapps.cli import advise, compare, init, journal, lists, models, report, run
 
 cli = typer.Typer(
     add_completion=False,
@@ -35,7 +35,7 @@ def _main(
 
 
 for _command in (
-    run.run, compare.compare, advise.advise, lists.methods, lists.tasks, report.report, journal.replay,
+    run.run, compare.compare, advise.advise, lists.methods, lists.tasks, report.report, journal.replay, init.init,
 ):  # fmt: skip
     cli.command()(_command)
 cli.add_typer(journal.group, name="journal")

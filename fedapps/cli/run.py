@@ -21,7 +21,7 @@ from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus
 from fedapps.results.tables import RunRow
 from fedapps.results.units import human_bytes, human_seconds
-from fedapps.simulation.start import LOG, Ended, Engine, Start, start
+from fedapps.simulation.start import COLLECT_MB, LOG, Ended, Engine, Start, start
 
 SHOWN_METRICS = (
     ("validation-accuracy", "validation"), ("test-accuracy", "test"), ("test-loss", "test loss"),
@@ -64,11 +64,12 @@ def run(
     }  # fmt: skip
     with common.told() as console:
         values = common.gather(options, config, set_, resume)
-        num_clients = _num_clients(clients, resume)
+        num_clients = _num_clients(clients, None if superlink else resume)
         how = Start(
             engine=engine, num_clients=num_clients, workers=workers, superlink=superlink, python_path=[Path.cwd()]
         )
-        root = (out or common.DEFAULT_OUT) if not superlink or out else None
+        stays = superlink and not out and values.get("collect-mb", COLLECT_MB) == 0
+        root = None if stays else out or common.DEFAULT_OUT
         with _progress(console, values) as on_row:
             ended = start(values, how, root, on_row)
         _show_run(console, ended)

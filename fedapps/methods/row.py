@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fedapps.errors import SettingsError
+from fedapps.errors import SettingsError, import_advice
 from fedapps.settings import Scalar, Settings, SettingsModel
 
 if TYPE_CHECKING:
@@ -137,5 +137,5 @@ def load_object(reference: str, *, what: str) -> Any:
             what,
             expected="an importable module:attribute",
             got=f"{reference!r} ({error})",
-            do="check the spelling and that its folder is on the Python path",
+            do=import_advice(error, module) if isinstance(error, ImportError) else "check the spelling",
         ) from error

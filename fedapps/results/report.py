@@ -26,7 +26,7 @@ METRICS = ("accuracy", "f1", "exact-match", "statistical-error")
 LOSS = "loss"
 """What is shown of a run that has none of these."""
 
-NOT_COMPARED = {"seed", "run-dir", "resume", "accept-changes", "device", "data-dir"}
+NOT_COMPARED = {"seed", "run-dir", "resume", "accept-changes", "device", "data-dir", "collect-mb"}
 """Settings that may differ between runs whose mean is taken."""
 
 

@@ -13,6 +13,7 @@
 ``initial.safetensors``      scalar-only methods: the model before round 1, unless it is a published one
 ``journal.jsonl``            scalar-only methods: the aggregated scalars of every round, from which the model can be rebuilt
 ``.lock``                    held, by the kernel, by the process that works on the run
+``.followed``                held likewise by the command that follows a run on a SuperLink, while it does
 ``checkpoint/``              the last checkpoint, with ``checkpoint.previous/``; without tensors in scalar-only methods
 ===========================  ========================================================================================
 
@@ -62,6 +63,7 @@ from fedapps.results.summary import RunStatus
 from fedapps.settings import Scalar
 
 _LONGEST_PART = 60
+_FOLLOWED = ".followed"
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,37 @@ class RunFolder:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
             yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Show a server app that has this folder before it, too, that it need not send its results.
+
+        Yields:
+            Nothing.
+        """
+        path = self.path / _FOLLOWED
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def is_followed(self) -> bool:
+        """Tell whether the folder is here, can be written, and is held by a command that follows the run."""
+        try:
+            descriptor = os.open(self.path / _FOLLOWED, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.access(self.path, os.W_OK)
+        else:
+            return False  # Its command was killed.
         finally:
             os.close(descriptor)
 

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedapps.compute import pinned
 from fedapps.methods import resolve_settings
+from fedapps.results.log_copy import SentRunFolder
 from fedapps.results.run_folder import RunFolder
 from fedapps.server_apps.run import run
 from fedapps.settings import Settings
@@ -33,17 +34,31 @@ def main(grid: Grid, context: Context) -> None:
     """
     settings = resolve_settings(context.run_config)
     folder = open_run_folder(settings)
+    if isinstance(folder, SentRunFolder):
+        folder.send_start()
     logger.info("run folder: %s", folder.path)
+    settings = settings.model_copy(update={"run_dir": str(folder.path)})
     with folder.locked(), pinned(settings.compute_threads):
-        run(grid, settings, folder)
+        try:
+            run(grid, settings, folder)
+        except Exception:
+            _send_rest(folder)
+            raise
+        _send_rest(folder)  # Not after a stop: then nobody listens any more.
     logger.info("run folder: %s", folder.path)
+
+
+def _send_rest(folder: RunFolder) -> None:
+    if isinstance(folder, SentRunFolder):
+        folder.send_rest()
 
 
 def open_run_folder(settings: Settings) -> RunFolder:
     """Open the run folder that the settings name, or make a new one.
 
     Args:
-        settings: The settings.
+        settings: The settings. With ``collect-mb``, ``run-dir`` of a new run is a folder of the command that follows it: this
+            app uses it where it has it before it, too, and else sends what it writes in one of its own.
 
     Returns:
         The folder ``run-dir``; without it a new one in ``$FEDAPPS_RUNS`` or ``~/fedapps-runs``.
@@ -51,8 +66,13 @@ def open_run_folder(settings: Settings) -> RunFolder:
     Raises:
         CheckpointError: ``run-dir`` holds another run, or holds none to resume.
     """
-    if settings.run_dir:
-        path = Path(settings.run_dir)
-        return RunFolder.open(path) if settings.resume else RunFolder.claim(path)
-    root = Path(os.environ.get("FEDAPPS_RUNS", Path.home() / "fedapps-runs"))
-    return RunFolder.create(root, method=settings.method, task=settings.task, seed=settings.seed)
+    given = RunFolder(Path(settings.run_dir)) if settings.run_dir else None
+    sends = settings.collect_mb > 0 and not (given and given.is_followed())
+    if given is not None and settings.resume:
+        folder = RunFolder.open(given.path)
+    elif given is not None and not sends:
+        folder = RunFolder.claim(given.path)
+    else:
+        root = Path(os.environ.get("FEDAPPS_RUNS", Path.home() / "fedapps-runs"))
+        folder = RunFolder.create(root, method=settings.method, task=settings.task, seed=settings.seed)
+    return SentRunFolder(folder.path, most=1e6 * settings.collect_mb) if sends else folder

@@ -20,7 +20,7 @@ MAY_CHANGE = frozenset(
     {
         "num-server-rounds", "run-dir", "resume", "device", "round-timeout", "node-wait", "min-replies", "on-failure",
         "max-consecutive-failed-rounds", "fold-buffer-mb", "max-message-mb", "evaluate-every", "client-evaluation",
-        "data-dir", "accept-changes", "second-node", "min-available-nodes",
+        "data-dir", "accept-changes", "second-node", "min-available-nodes", "collect-mb",
     }
 )  # fmt: skip
 """Settings that a resume may change; any other would make another experiment."""

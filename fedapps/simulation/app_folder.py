@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedapps import __version__
 from fedapps.errors import LaunchError
 from fedapps.settings import Scalar
+from fedapps.simulation.own_modules import OwnModule
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _INT_RANGE = range(-(2**63), 2**63)
@@ -44,16 +45,23 @@ class Components:
     clientapp: str = "fedapps.client_apps:app"
 
 
-def write_app_folder(folder: Path, run_config: Mapping[str, Scalar], *, components: Components | None = None) -> None:
-    """Write a Flower app that consists of settings only; its code is what is installed.
+def write_app_folder(
+    folder: Path,
+    run_config: Mapping[str, Scalar],
+    *,
+    components: Components | None = None,
+    modules: Sequence[OwnModule] = (),
+) -> None:
+    """Write a Flower app that consists of settings and the user's own modules; the rest of its code is what is installed.
 
-    The folder holds no Python file: Flower puts it first on the path, where a package would hide
+    The folder holds no other Python file: Flower puts it first on the path, where a package would hide
     the installed one.
 
     Args:
         folder: Where to write; made if missing.
         run_config: Every setting with its value; dots in a key make groups.
         components: The two apps; by default those of this package.
+        modules: The user's own modules.
 
     Raises:
         LaunchError: A key or value cannot be carried by Flower.
@@ -69,6 +77,8 @@ def write_app_folder(folder: Path, run_config: Mapping[str, Scalar], *, componen
         config="\n".join(lines),
     )
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    for module in modules:
+        module.copy_to(folder)
 
 
 def _checked_key(key: str) -> str:

@@ -18,10 +18,12 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 from fedapps.errors import LaunchError
+from fedapps.results.log_copy import FolderCopy
 from fedapps.settings import Scalar
 from fedapps.simulation.app_folder import Components, write_app_folder
 from fedapps.simulation.flower_cli import FlowerCli, RunInfo
 from fedapps.simulation.flower_environment import flower_environment, log_tail
+from fedapps.simulation.own_modules import OwnModule
 from fedapps.simulation.processes import CONNECTION, SuperLink
 
 _POLL_SECONDS = 1.0
@@ -123,6 +125,8 @@ def run_on_superlink(
     environment: Mapping[str, str] | None = None,
     on_poll: Poll | None = None,
     log_path: Path | None = None,
+    copy: FolderCopy | None = None,
+    modules: Sequence[OwnModule] = (),
     components: Components | None = None,
 ) -> Outcome:
     """Run the app on a SuperLink named in the user's Flower configuration.
@@ -136,6 +140,8 @@ def run_on_superlink(
         environment: Further variables for Flower's command line, for example ``FLWR_HOME``.
         on_poll: Called about once a second while the run goes on.
         log_path: The run's log, added to the file while it grows.
+        copy: Takes what the server app sends of its run folder out of the log.
+        modules: The user's own modules, which server and nodes get with the run.
         components: The two apps; by default those of this package.
 
     Returns:
@@ -147,12 +153,24 @@ def run_on_superlink(
     variables = flower_environment(python_path, environment)
     _require_connection(connection, variables)
     with tempfile.TemporaryDirectory(prefix="fedapps-app-") as folder:
-        write_app_folder(Path(folder, "app"), run_config, components=components)
+        write_app_folder(Path(folder, "app"), run_config, components=components, modules=modules)
         cli = FlowerCli(connection, variables)
         log_path = log_path or Path(folder, "run.log")
+        stream = log_path if copy is None else Path(folder, "stream")
+
+        def look() -> None:
+            if copy is not None:
+                copy.look(stream)
+            if on_poll is not None:
+                on_poll()
+
         run_id = cli.submit(Path(folder, "app"))
         try:
-            info = _watch(cli, run_id, log_path, on_poll, check=None)
+            info = _watch(cli, run_id, stream, look, check=None, on_start=copy.restart if copy else None)
+            look()
+            if copy is not None and copy.lacks_records:
+                _watch(cli, run_id, stream, look, check=None, on_start=copy.restart)
+                look()
         except BaseException:
             with suppress(LaunchError):
                 cli.stop(run_id)
@@ -167,12 +185,15 @@ def _watch(
     on_poll: Poll | None,
     check: Poll | None,
     ending: Callable[[], str | None] | None = None,
+    on_start: Poll | None = None,
 ) -> RunInfo:
-    """Follow a run to its end; `check` raises when waiting has no point any more."""
+    """Follow a run to its end; `check` raises when waiting has no point any more, `on_start` hears that the log begins anew."""
     lost_since: float | None = None
     ended_since: float | None = None
     earlier = log_path.stat().st_size if log_path.exists() else 0  # of the run that is resumed
     while True:
+        if on_start is not None:
+            on_start()
         with cli.follow(run_id, log_path, earlier) as stream:
             while stream.poll() is None:
                 with suppress(TimeoutExpired):

@@ -29,7 +29,7 @@ where neither user nor registry say another."""
 PARTNER = "globaltrain"
 """What takes part where personalised methods meet others."""
 
-OF_ONE_MACHINE = ("data-dir", "run-dir", "resume", "accept-changes")
+OF_ONE_MACHINE = ("data-dir", "run-dir", "resume", "accept-changes", "collect-mb")
 """Settings that mean nothing elsewhere, and are left out of a record."""
 
 SHARED = (*(key for key in DATA_SETTINGS if key not in ("task", "seed")), "client-evaluation", "evaluate-every")

@@ -16,6 +16,7 @@ from typing import Any
 from fedapps.compute import choose_device
 from fedapps.errors import CheckpointError, FedAppsError, LaunchError, SettingsError
 from fedapps.methods import get_method, resolve_settings
+from fedapps.results.log_copy import FolderCopy
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.storage import from_json
 from fedapps.results.summary import RunStatus, summarise
@@ -23,6 +24,7 @@ from fedapps.server_apps.resume import load_checkpoint
 from fedapps.settings import AUTO, Scalar, Settings, default_config, flatten
 from fedapps.simulation.inprocess import run_inprocess
 from fedapps.simulation.launcher import run_on_superlink, run_simulation
+from fedapps.simulation.own_modules import own_modules
 from fedapps.tasks.from_settings import load_task_of
 
 LOG = "flower.log"
@@ -31,6 +33,9 @@ LOG = "flower.log"
 TAIL_SECONDS = 0.5
 """Seconds between two looks at the rows of a run that goes on."""
 
+
+COLLECT_MB = 64.0
+"""What ``collect-mb`` is where a command follows a run on a SuperLink and nothing else is set."""
 
 STILL_BUSY = "{} was still busy after the last round, and was ended"
 
@@ -88,9 +93,14 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
         SettingsError: A setting is wrong; nothing was started.
         LaunchError: The engine could not be started, or went away.
     """
-    if how.superlink and run_config.get("partition", "auto") == "auto":
+    if how.superlink:
+        run_config = {"collect-mb": COLLECT_MB, **run_config}
+    if how.superlink and run_config.get("partition", AUTO) == AUTO:
         run_config = {**run_config, "partition": "local"}
     settings = resolve_settings(run_config)
+    if how.superlink and settings.client_evaluation == "every" and run_config.get("client-evaluation", AUTO) == AUTO:
+        # It starts a process on every node, which may cost as much as a round: not every round unless that is asked for.
+        settings = resolve_settings({**run_config, "client-evaluation": "last"})
     if settings.partition == "local" and not how.superlink:
         raise SettingsError(
             "setting 'partition'",
@@ -104,10 +114,12 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
         _check_here(settings, how, folder)
     before, done = None, None
     if folder is not None:
-        before, done = folder.read_summary(), folder.load_checkpoint(arrays=False).server_round
+        config["run-dir"] = _place_of(folder, how)
+        before = folder.read_summary()
+        is_copy = config["run-dir"] != str(folder.path)  # Its server says after which round it goes on.
+        done = 0 if is_copy else folder.load_checkpoint(arrays=False).server_round
     elif root is not None:
         folder = RunFolder.create(root.absolute(), method=settings.method, task=settings.task, seed=settings.seed)
-    if folder is not None:
         config["run-dir"] = str(folder.path)
     tail = Tail(folder, on_row, after=done)
     try:
@@ -118,7 +130,7 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
             _note_stop(folder)
         raise
     except LaunchError as error:
-        raise LaunchError(f"{error}{_how_to_go_on(folder)}") from error
+        raise LaunchError(f"{error}{_how_to_go_on(folder, how)}") from error
     finally:
         if folder is not None and not any(folder.path.iterdir()):
             folder.path.rmdir()
@@ -143,10 +155,17 @@ def _note_stop(folder: RunFolder) -> None:
             folder.write_summary(summarise(folder.read_metrics(), status=RunStatus.STOPPED, reason="interrupted"))
 
 
-def _how_to_go_on(folder: RunFolder | None) -> str:
-    if folder is None or folder.read_num_clients() is None:
+def _place_of(folder: RunFolder, how: Start) -> str:
+    """Give the path of a run folder as its server knows it: that of a copy is in its settings."""
+    named = str(folder.read_settings().get("run-dir", "")) if how.superlink else ""
+    return named or str(folder.path)
+
+
+def _how_to_go_on(folder: RunFolder | None, how: Start) -> str:
+    if folder is None or not (folder.read_num_clients() or any("lr" in row for row in folder.read_metrics())):
         return ""
-    return f"\nits last checkpoint is whole; go on with: fedapps run --resume {folder.path}"
+    there = f" --superlink {how.superlink}" if how.superlink else ""
+    return f"\nits last checkpoint is whole; go on with: fedapps run --resume {folder.path}{there}"
 
 
 @contextmanager
@@ -191,7 +210,7 @@ def _in_engine(config: dict[str, Scalar], how: Start, folder: RunFolder | None, 
     )
     tail.look()
     note = STILL_BUSY.format("a client") if outcome.busy else ""
-    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before, note)
+    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before, how, note)
 
 
 def _gpu_share(device: str, how: Start) -> float:
@@ -202,15 +221,30 @@ def _gpu_share(device: str, how: Start) -> float:
 def _on_superlink(
     config: dict[str, Scalar], how: Start, folder: RunFolder | None, tail: Tail, before: Summary
 ) -> Ended:
-    outcome = run_on_superlink(
-        config,
-        connection=how.superlink,
-        python_path=how.python_path,
-        on_poll=tail.look,
-        log_path=folder.path / LOG if folder else None,
-    )
-    tail.look()
-    return _ended(folder, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before)
+    modules = own_modules(config, how.python_path)
+    if folder is None:
+        outcome = run_on_superlink(config, connection=how.superlink, python_path=how.python_path, modules=modules)
+        return _ended(None, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before, how)
+    with (folder.path / LOG).open("a", encoding="utf-8") as log:
+        log.writelines(f"{module.told()}\n" for module in modules)
+    copy = FolderCopy(folder, folder.path / LOG)
+
+    def look() -> None:
+        tail.after = tail.after if copy.after is None else copy.after
+        tail.look()
+
+    with folder.followed():
+        outcome = run_on_superlink(
+            config,
+            connection=how.superlink,
+            python_path=how.python_path,
+            on_poll=look,
+            log_path=folder.path / LOG,
+            copy=copy,
+            modules=modules,
+        )
+    status, reason = RunStatus(outcome.status.value), outcome.details or outcome.log_tail
+    return _ended(folder, status, reason, before, how, copy.told())
 
 
 def _inprocess(config: dict[str, Scalar], how: Start, folder: RunFolder, tail: Tail, before: Summary) -> Ended:
@@ -223,7 +257,7 @@ def _inprocess(config: dict[str, Scalar], how: Start, folder: RunFolder, tail: T
         except FedAppsError as error:
             status, reason = RunStatus.FAILED, f"{type(error).__name__}: {error}"
     clients = "client " + ", ".join(map(str, busy))
-    return _ended(folder, status, reason, before, STILL_BUSY.format(clients) if busy else "")
+    return _ended(folder, status, reason, before, how, STILL_BUSY.format(clients) if busy else "")
 
 
 def _word(folder: RunFolder, before: Summary) -> Summary:
@@ -232,12 +266,14 @@ def _word(folder: RunFolder, before: Summary) -> Summary:
     return None if summary == before else summary
 
 
-def _ended(folder: RunFolder | None, status: RunStatus, reason: str, before: Summary, note: str = "") -> Ended:
+def _ended(
+    folder: RunFolder | None, status: RunStatus, reason: str, before: Summary, how: Start, note: str = ""
+) -> Ended:
     if status is RunStatus.COMPLETED:
         return Ended(status, "", folder.path if folder else None, note)
     # The server's own word is the more precise one, but a server that was killed left none.
     word = _word(folder, before) if folder is not None else None
-    reason = str(word.get("reason", reason)) if word else reason + _how_to_go_on(folder)
+    reason = str(word.get("reason", reason)) if word else reason + _how_to_go_on(folder, how)
     return Ended(status, reason, folder.path if folder else None, note)
 
 
@@ -254,7 +290,7 @@ class Tail:
     def __init__(self, folder: RunFolder | None, on_row: OnRow | None, *, after: int | None = None) -> None:
         self._path = folder.metrics_path if folder is not None and on_row is not None else None
         self._on_row = on_row
-        self._after = -1 if after is None else after
+        self.after = -1 if after is None else after
         self._offset = 0
         self._old = self._path.stat().st_ino if after is not None and self._path and self._path.exists() else None
 
@@ -270,7 +306,7 @@ class Tail:
         for line in lines[:-1]:
             self._offset += len(line) + 1
             row = from_json(line.decode())
-            if row["round"] > self._after:
+            if row["round"] > self.after:
                 self._on_row(row)
 
     @contextmanager

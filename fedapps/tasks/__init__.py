@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedapps.errors import TaskError, did_you_mean
+from fedapps.errors import TaskError, did_you_mean, import_advice
 from fedapps.settings import setting
 from fedapps.tasks.base import ClientData, Data, ServerData, Task, TaskConfig, TaskKind
 from fedapps.tasks.partitioning import PartitionConfig, PartitionKind
@@ -223,13 +223,11 @@ def _import(name: str, target: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         own = target == name
-        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        advice = "put the folder that holds it on the Python path (PYTHONPATH)" if absent else "correct the module"
         raise TaskError(
             f"task '{name}'",
             expected=f"a module '{module_name}' with a class '{attribute}'" if own else "the packages it needs",
             got=f"{type(error).__name__}: {error}",
-            do=advice if own else "install fedapps[torch]",
+            do=import_advice(error, module_name) if own else "install fedapps[torch]",
         ) from error
     if not hasattr(module, attribute):
         raise TaskError(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedapps.simulation.processes import CONNECTION, SuperLink, SuperNode
+from fedapps.simulation.flower_environment import flower_program
+from fedapps.simulation.processes import CONNECTION, LOOPBACK, Service, SuperLink, SuperNode
+from fedapps.simulation.reaper import members, sessions_of
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,26 @@ def loopback_deployment(
         for node in nodes:
             node.wait_until_ready()
         yield Deployment(CONNECTION, {"FLWR_HOME": str(superlink.home)}, superlink, nodes, node_of)
+
+
+def kill(service: Service, program: str = "") -> None:
+    """SIGKILL the processes of a service that run a program, or all of them, as where a machine loses its power."""
+    service._sessions = sessions_of(service.sessions)
+    for pid in members(service.sessions):
+        with suppress(OSError):
+            if program in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+    if not program:
+        service._process.wait()
+
+
+def start_again(service: Service) -> None:
+    """Start a service that was killed with the command that it was started with, and wait until it is ready."""
+    command = [flower_program(service._program), *service._arguments, "--host", LOOPBACK, "--port", str(service.port)]
+    with service.log_path.open("ab") as log:
+        service._process = subprocess.Popen(
+            command, env=service.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    service._sessions.add(service._process.pid)
+    service.wait_until_ready()

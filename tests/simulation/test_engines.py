@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fedapps.methods import resolve_settings
 from fedapps.results.run_folder import RunFolder
-from fedapps.results.storage import load_arrays
 from fedapps.results.summary import RunStatus
 from fedapps.settings import flatten
 from fedapps.simulation.launcher import run_on_superlink
 from fedapps.simulation.start import Engine, Start, start
 
 from . import runs
-from .deployment import Deployment, loopback_deployment
+from .deployment import loopback_deployment
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -68,27 +64,6 @@ def test_a_deployment_gives_the_bits_of_the_inprocess_engine(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "clients").exists()
 
 
-def test_killed_nodes_go_on_with_their_personal_models(tmp_path: Path) -> None:
-    """FedCLUP on SuperNodes that are killed after a round, then on new ones with their state folders: a straight run's bits."""
-    config = {
-        "method": "fedclup", "task": "digits", "local-steps": 2, "num-server-rounds": 2, "partition": "iid",
-        "client-evaluation": "none", "evaluate-every": 0,
-    }  # fmt: skip
-    inprocess = runs.short_run(tmp_path / "inprocess", config, 2)
-    with loopback_deployment(2, tmp_path) as place:
-        run_in(place, {**config, "num-server-rounds": 1, "run-dir": str(tmp_path / "run")})
-        for session in frozenset[int]().union(*(node.sessions for node in place.nodes)):
-            os.killpg(session, signal.SIGKILL)
-    with loopback_deployment(2, tmp_path) as place:
-        run_in(place, {**config, "run-dir": str(tmp_path / "run"), "resume": True})
-    folder = RunFolder.open(tmp_path / "run")
-    runs.assert_same_model(inprocess.model, folder.read_model())
-    assert folder.load_checkpoint().last_folded == {0: 2, 1: 2}
-    for partition, state in runs.client_states(tmp_path / "inprocess").items():
-        [kept] = (tmp_path / f"state-{partition}").glob(f"*/client-{partition}/round-2.safetensors")
-        runs.assert_same_model(state, load_arrays(kept))
-
-
 def test_every_node_trains_on_all_of_its_own_file(tmp_path: Path) -> None:
     """Two files of 30 and 50 rows, none on the server: one round of FedPM is the Newton step on both together."""
     random, own, parts = np.random.default_rng(0), [], []
@@ -131,10 +106,3 @@ def test_every_node_trains_on_all_of_its_own_file(tmp_path: Path) -> None:
     assert "client 1: node 1, num-examples 50, features [3], dtype float64" in log.read_text()
     assert cut.status == "failed"
     assert "expected local on this node, whose data are its own" in cut.details + cut.log_tail
-
-
-def run_in(place: Deployment, config: dict[str, Any]) -> None:
-    """Run on a deployment, to the end."""
-    settings = flatten(resolve_settings({**runs.SITES, **config}), "fedclup")
-    outcome = run_on_superlink(settings, connection=place.connection, environment=place.environment)
-    assert outcome.status == "completed", outcome.log_tail

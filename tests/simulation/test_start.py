@@ -17,6 +17,7 @@ import pytest
 
 from fedapps.errors import CheckpointError, FedAppsError, LaunchError, RoundFailedError, SettingsError
 from fedapps.methods import resolve_settings
+from fedapps.results.log_copy import FolderCopy, SentRunFolder
 from fedapps.results.run_folder import RunFolder
 from fedapps.results.summary import RunStatus
 from fedapps.simulation import launcher
@@ -334,6 +335,66 @@ def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
     assert sent[0]["partition"] == expected
     if expected == "local":
         assert (sent[0]["validation-fraction"], sent[0]["client-evaluation"]) == (0.0, "last")
+
+
+@pytest.mark.parametrize("partition", ["local", "iid"])
+@pytest.mark.parametrize(("given", "expected"), [({}, "last"), ({"client-evaluation": "every"}, "every")])
+def test_on_a_superlink_clients_measure_once_unless_more_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, partition: str, given: dict[str, str], expected: str
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def launch(config: dict[str, Any], **how: Any) -> Outcome:
+        sent.append(config)
+        raise LaunchError("nowhere")
+
+    monkeypatch.setattr(module_under_test, "run_on_superlink", launch)
+    with pytest.raises(LaunchError, match="nowhere"):
+        start({"method": "fedclup", "task": "digits", "partition": partition, **given}, Start(superlink="lab"), None)
+    assert sent[0]["client-evaluation"] == expected
+
+
+def test_the_copy_of_a_run_is_resumed_where_its_server_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill left two rows here; the server goes on after the first, and only what is new is shown."""
+    config = {"method": "fedavg", "task": "digits", "partition": "local", "run-dir": "/srv/runs/one"}
+    here = RunFolder(tmp_path)
+    here.write_settings(config)
+    for done in (1, 2):
+        here.append_metrics({"round": done, "phase": "train", "lr": 0.1})
+    there = SentRunFolder(tmp_path / "server", most=1e6, write=lambda text: stream.open("a").write(text))
+    stream = tmp_path / "stream"
+    there.path.mkdir()
+    there.append_metrics({"round": 1, "phase": "train", "lr": 0.1})
+    stream.unlink()
+    sent: list[dict[str, Any]] = []
+
+    def launch(config: dict[str, Any], *, copy: FolderCopy, on_poll: Callable[[], None], **how: Any) -> Outcome:
+        def look() -> None:
+            copy.look(stream)
+            on_poll()
+
+        sent.append(config)
+        assert here.is_followed()
+        resumed = SentRunFolder(there.path, most=1e6, write=there.write)
+        on_poll()
+        resumed.send_start()
+        resumed.truncate_after(1)
+        look()
+        for done in (2, 3):
+            resumed.append_metrics({"round": done, "phase": "train", "lr": 0.1})
+            look()
+        return Outcome(launcher.RunStatus.FAILED, "1", "No heartbeat", "")
+
+    monkeypatch.setattr(module_under_test, "run_on_superlink", launch)
+    rows: list[dict[str, Any]] = []
+    given = {**config, "run-dir": str(tmp_path), "resume": True}
+    ended = start(given, Start(superlink="lab"), None, rows.append)
+    assert (sent[0]["run-dir"], sent[0]["resume"]) == ("/srv/runs/one", True)
+    assert [row["round"] for row in rows] == [2, 3]
+    assert [row["round"] for row in here.read_metrics()] == [1, 2, 3]
+    assert ended.reason.endswith(f"go on with: fedapps run --resume {tmp_path} --superlink lab")
+    assert f":{there.path}" in ended.note
+    assert not here.is_followed()
 
 
 def test_local_data_are_refused_where_all_clients_run_here(tmp_path: Path) -> None:
