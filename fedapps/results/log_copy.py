@@ -112,6 +112,7 @@ class _Sender:
         self._folder, self._room, self._write = folder, most, write
         self._key = secrets.token_hex(16)
         self._count = 0
+        self._free_at = 0.0
         self._sent: dict[str, int] = {}
         self._checksums: dict[str, str] = {}
         self._left: set[str] = set()
@@ -119,8 +120,9 @@ class _Sender:
     def record(self, entries: dict[str, Any]) -> None:
         text = json.dumps({"key": self._key, "n": self._count, **entries})
         self._count += 1
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
         self._write(f"{_START}{text}{_END}")
-        time.sleep(len(text) / BYTES_A_SECOND)
+        self._free_at = time.monotonic() + len(text) / BYTES_A_SECOND
 
     def send_rows(self) -> None:
         """Send what is new in the files that grow; settings and environment before their first rows."""
