@@ -112,6 +112,7 @@ class _Sender:
         self._folder, self._room, self._write = folder, most, write
         self._key = secrets.token_hex(16)
         self._count = 0
+        self._free_at = 0.0
         self._sent: dict[str, int] = {}
         self._checksums: dict[str, str] = {}
         self._left: set[str] = set()
@@ -119,8 +120,9 @@ class _Sender:
     def record(self, entries: dict[str, Any]) -> None:
         text = json.dumps({"key": self._key, "n": self._count, **entries})
         self._count += 1
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
         self._write(f"{_START}{text}{_END}")
-        time.sleep(len(text) / BYTES_A_SECOND)
+        self._free_at = time.monotonic() + len(text) / BYTES_A_SECOND
 
     def send_rows(self) -> None:
         """Send what is new in the files that grow; settings and environment before their first rows."""
@@ -172,22 +174,22 @@ class FolderCopy:
     Args:
         folder: Where the copy is written.
         log_path: Where the rest of the log goes, added to the file.
+        heading: Written before it.
 
     Attributes:
         after: The round after which a resume goes on, once it is told.
     """
 
-    def __init__(self, folder: RunFolder, log_path: Path) -> None:
-        self._folder, self._log_path = folder, log_path
+    def __init__(self, folder: RunFolder, log_path: Path, heading: str = "") -> None:
+        self._folder, self._log_path, self._heading = folder, log_path, heading
         self._earlier = log_path.stat().st_size if log_path.exists() else 0
         self._key: str | None = None
         self._next = 0
         self._place = ""
         self._left: dict[str, int] | None = None
         self._faults: list[str] = []
-        self._gap = False
+        self._offset, self._open, self._gap = 0, b"", False
         self.after: int | None = None
-        self.restart()
 
     @property
     def lacks_records(self) -> bool:
@@ -197,9 +199,9 @@ class FolderCopy:
     def restart(self) -> None:
         """Begin with the log anew; records that came already are skipped."""
         self._offset, self._open, self._gap = 0, b"", False
-        if self._log_path.exists():
-            with self._log_path.open("ab") as log:
-                log.truncate(self._earlier)
+        with self._log_path.open("ab") as log:
+            log.truncate(self._earlier)
+            log.write(self._heading.encode())
 
     def look(self, stream: Path) -> None:
         """Read what is new.

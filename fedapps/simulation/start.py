@@ -225,9 +225,7 @@ def _on_superlink(
     if folder is None:
         outcome = run_on_superlink(config, connection=how.superlink, python_path=how.python_path, modules=modules)
         return _ended(None, RunStatus(outcome.status.value), outcome.details or outcome.log_tail, before, how)
-    with (folder.path / LOG).open("a", encoding="utf-8") as log:
-        log.writelines(f"{module.told()}\n" for module in modules)
-    copy = FolderCopy(folder, folder.path / LOG)
+    copy = FolderCopy(folder, folder.path / LOG, heading="".join(f"{module.told()}\n" for module in modules))
 
     def look() -> None:
         tail.after = tail.after if copy.after is None else copy.after

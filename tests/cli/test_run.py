@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedapps.cli import common
 from fedapps.errors import RosterError
 from fedapps.results.run_folder import RunFolder
+from fedapps.results.summary import RunStatus
 from fedapps.server_apps import run
+from fedapps.simulation.start import Ended
 
 Call = Callable[..., str]
 
@@ -126,3 +130,46 @@ def test_a_run_that_fails_says_so_and_ends_with_exit_code_1(call: Call, sites: l
     summary = only_run(tmp_path).read_summary()
     assert summary is not None
     assert summary["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("options", "root"),
+    [
+        ([], "runs"),
+        (["--out", "out"], "out"),
+        (["--set", "collect-mb=0"], None),
+        (["--set", "collect-mb=0", "--out", "out"], "out"),
+    ],
+    ids=["default", "a folder", "nothing is sent", "a folder that the server has, too"],
+)
+def test_a_run_on_a_superlink_comes_here_unless_it_is_to_stay_there(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], root: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, "DEFAULT_OUT", Path("runs"))
+    given: list[Path | None] = []
+
+    def start(values: Any, how: Any, root: Path | None, on_row: Any) -> Ended:
+        given.append(root)
+        return Ended(RunStatus.COMPLETED, "", None)
+
+    monkeypatch.setattr(importlib.import_module("fedapps.cli.run"), "start", start)
+    output = call("run", "--superlink", "lab", *options)
+    assert given == [root and Path(root)]
+    assert "The results are on the server" in output
+
+
+def test_a_copy_without_a_checkpoint_is_resumed_on_a_superlink(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server was killed before it sent one; the numbers of clients and rounds are the server's to know."""
+    RunFolder(tmp_path).write_settings({"method": "fedavg", "task": "digits", "run-dir": "/srv/runs/one"})
+    given: list[dict[str, Any]] = []
+
+    def start(values: Any, how: Any, root: Path | None, on_row: Any) -> Ended:
+        given.append(values)
+        return Ended(RunStatus.COMPLETED, "", None)
+
+    monkeypatch.setattr(importlib.import_module("fedapps.cli.run"), "start", start)
+    call("run", "--resume", str(tmp_path), "--superlink", "lab")
+    assert (given[0]["run-dir"], given[0]["resume"]) == (str(tmp_path), True)

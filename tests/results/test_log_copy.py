@@ -103,6 +103,7 @@ def test_rows_are_there_as_soon_as_the_server_has_written_them(ends: Ends) -> No
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_log_that_comes_in_pieces_and_begins_anew_gives_the_same(tmp_path: Path, size: int) -> None:
     ends = Ends(tmp_path)
+    ends.copy = FolderCopy(ends.here, ends.log, heading="shipped\n")
     ends.write("the beginning\n")
     ends.sent.send_start()
     ends.run()
@@ -116,7 +117,7 @@ def test_a_log_that_comes_in_pieces_and_begins_anew_gives_the_same(tmp_path: Pat
                 file.write(whole[start : min(end, start + size)])
             ends.copy.look(growing)
     assert ends.files(ends.here) == ends.files(ends.sent)
-    assert ends.log.read_text() == "the beginning\nthe end\n"
+    assert ends.log.read_text() == "shipped\nthe beginning\nthe end\n"
     assert ends.copy.told() == ""
 
 
