@@ -26,7 +26,7 @@ from fedapps.deploy.certificates import (
     sign_server,
 )
 from fedapps.errors import FedAppsError
-from fedapps.private_files import OWNER_ONLY, private_folder, private_opener
+from fedapps.private_files import private_folder, private_opener
 
 SETTINGS = "settings.env"
 """Where a SuperLink listens, or which one a SuperNode connects to; read by its start script."""
@@ -202,9 +202,9 @@ def renew(federation: Federation, hosts: Sequence[str] = ()) -> x509.Certificate
     """
     folder = federation.folder
     _check_hosts(hosts or federation.hosts)
-    authority = Authority(read_certificate(folder / "authority" / CA), _read_tls_key(folder / "authority" / "ca.key"))
+    authority = Authority(read_certificate(folder / "authority" / CA), read_tls_key(folder / "authority" / "ca.key"))
     path = folder / "server" / SERVER_CERTIFICATE
-    certificate = sign_server(authority, _read_tls_key(folder / "server" / SERVER_KEY), hosts or federation.hosts)
+    certificate = sign_server(authority, read_tls_key(folder / "server" / SERVER_KEY), hosts or federation.hosts)
     path.write_bytes(pem_of(certificate))
     if hosts:
         Federation(folder, tuple(hosts), federation.port, federation.nodes).save()
@@ -225,7 +225,12 @@ def read_certificate(path: Path) -> x509.Certificate:
         ) from error
 
 
-def _read_tls_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def read_tls_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read the key of a certificate.
+
+    Raises:
+        DeployError: The file is missing or holds no such key.
+    """
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
@@ -330,8 +335,14 @@ def _write_filled(path: Path, template: str, facts: Mapping[str, str], mode: int
 
 
 def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Write a new file; one that is there is an error, as it may be a key."""
-    with open(path, "xb", opener=private_opener if secret else None) as file:
-        file.write(content)
-    if secret:
-        path.chmod(OWNER_ONLY)
+    """Write a new file; one that is there stays, as it may be a key in use."""
+    try:
+        with open(path, "xb", opener=private_opener if secret else None) as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise DeployError(
+            str(path),
+            expected="no such file yet",
+            got="one, which may be in use",
+            do="choose another name, or move it away",
+        ) from error

@@ -81,6 +81,15 @@ def test_a_federation_is_not_made_twice(federation: Federation) -> None:
     assert Federation.open(federation.folder) == federation
 
 
+def test_a_key_that_no_record_knows_is_not_overwritten(federation: Federation) -> None:
+    """As after a copy of the folder's record from a backup."""
+    add_nodes(federation, ["hospital-c"])
+    before = contents(federation.folder)
+    with pytest.raises(DeployError, match=r"hospital-c/node\.key: expected no such file yet"):
+        add_nodes(federation, ["hospital-c"])
+    assert contents(federation.folder) == before
+
+
 def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "thesis.tex").write_text("x")
