@@ -47,6 +47,7 @@ from fedapps.simulation.app_folder import Components
 from fedapps.simulation.connection import Connection, flower_home, read_connection
 from fedapps.simulation.flower_environment import flower_environment
 from fedapps.simulation.launcher import RunStatus, run_on_superlink
+from fedapps.simulation.own_modules import own_modules
 from fedapps.strategies.roster import fingerprint
 
 GREETING = "fedapps.server_apps.greeting:app"
@@ -370,6 +371,7 @@ def check_greeting(
                 python_path=python_path,
                 environment=environment,
                 log_path=log_path,
+                modules=own_modules(config, python_path),
                 components=Components(serverapp=GREETING),
             )
         except LaunchError as error:
