@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedapps
-from fedapps.cli import advise, compare, init, journal, lists, models, report, run
+from fedapps.cli import advise, compare, deploy, init, journal, lists, models, report, run
 
 cli = typer.Typer(
     add_completion=False,
@@ -38,6 +38,7 @@ for _command in (
     run.run, compare.compare, advise.advise, lists.methods, lists.tasks, report.report, journal.replay, init.init,
 ):  # fmt: skip
     cli.command()(_command)
+cli.add_typer(deploy.group, name="deploy")
 cli.add_typer(journal.group, name="journal")
 cli.add_typer(models.group, name="models")
 

@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedapps.cli import common
-from fedapps.errors import SettingsError
+from fedapps.deploy.check import faults_of_link
+from fedapps.errors import LaunchError, SettingsError
 from fedapps.methods import resolve_settings
 from fedapps.results.plots import plot_run
 from fedapps.results.report import load_run, run_table
@@ -71,7 +72,10 @@ def run(
         stays = superlink and not out and values.get("collect-mb", COLLECT_MB) == 0
         root = None if stays else out or common.DEFAULT_OUT
         with _progress(console, values) as on_row:
-            ended = start(values, how, root, on_row)
+            try:
+                ended = start(values, how, root, on_row)
+            except LaunchError as error:
+                raise LaunchError("\n".join([str(error), *faults_of_link(superlink)])) from error
         _show_run(console, ended)
     if ended.status is not RunStatus.COMPLETED:
         raise typer.Exit(1)

@@ -28,13 +28,28 @@ def query(message: Message, context: Context) -> Message:
     Returns:
         The facts of the node, which the server checks before training.
     """
+    return Message(RecordDict({NODE: facts_of_node(context).to_record()}), reply_to=message)
+
+
+def facts_of_node(context: Context) -> NodeFacts:
+    """Look at a node's data, rules and software, for the handshake.
+
+    Args:
+        context: Flower's context of the node.
+
+    Returns:
+        The facts.
+
+    Raises:
+        FedAppsError: The node does not allow what the settings ask for, or its data cannot be used.
+    """
     rules = NodeRules.of_node(context)
     settings = rules.resolve(context.run_config)
     node = Node.of(context, settings, rules)
     with pinned(settings.compute_threads):
         task = rules.load_task(settings)
         method = get_method(settings.method)
-        facts = NodeFacts(
+        return NodeFacts(
             partition=node.partition,
             num_partitions=node.num_partitions,
             num_examples=len(task.client_data(node.partition, node.num_partitions).train),
@@ -47,7 +62,6 @@ def query(message: Message, context: Context) -> Message:
             name=node.name,
             told=task.tell() if settings.partition == "local" else {},
         )
-    return Message(RecordDict({NODE: facts.to_record()}), reply_to=message)
 
 
 def _kernel(device: str) -> str:

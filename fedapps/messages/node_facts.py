@@ -21,6 +21,9 @@ MOST_PARTITIONS = 10_000_000
 MOST_TOLD = 10_000_000
 """Characters that a node may tell of its data."""
 
+TOLD = ("examples", "features", "classes", "dtype")
+"""What every task tells of a node's data; results and checks show it."""
+
 
 @dataclass(frozen=True)
 class NodeFacts:

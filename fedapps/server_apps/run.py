@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 import fedapps
 from fedapps.compute import choose_device
 from fedapps.errors import CheckpointError, RoundFailedError
+from fedapps.messages.node_facts import TOLD
 from fedapps.messages.schema import Arrays, pack_arrays
 from fedapps.methods import Method, get_method
 from fedapps.results.checkpoint import Checkpoint, MadeWith
@@ -315,7 +316,7 @@ def _note_nodes(state: _Run) -> None:
     for number, facts in sorted(roster.facts.items()):
         row = {
             "node": roster.names[number], "key": roster.key_of(number),
-            "num-examples": facts.num_examples, **{k: facts.told.get(k) for k in ("features", "dtype", "classes")},
+            "num-examples": facts.num_examples, **{k: facts.told.get(k) for k in TOLD},
             "device": facts.device, "version": facts.version,
         }  # fmt: skip
         if state.noted.get(number) != row:

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fedapps.errors import LaunchError
 from fedapps.results.log_copy import FolderCopy
 from fedapps.settings import Scalar
 from fedapps.simulation.app_folder import Components, write_app_folder
+from fedapps.simulation.connection import read_connection
 from fedapps.simulation.flower_cli import FlowerCli, RunInfo
 from fedapps.simulation.flower_environment import flower_environment, log_tail
 from fedapps.simulation.own_modules import OwnModule
@@ -151,7 +151,7 @@ def run_on_superlink(
         LaunchError: No such connection, or the SuperLink refused the run or stayed out of reach.
     """
     variables = flower_environment(python_path, environment)
-    _require_connection(connection, variables)
+    read_connection(connection, variables)
     with tempfile.TemporaryDirectory(prefix="fedapps-app-") as folder:
         write_app_folder(Path(folder, "app"), run_config, components=components, modules=modules)
         cli = FlowerCli(connection, variables)
@@ -245,29 +245,3 @@ def _federation_config(num_clients: int, actors: int | None, gpus_per_actor: flo
     }
     text = " ".join(f"{key}={value}" for key, value in pairs.items())
     return f"{text} client-resources-num-gpus={gpus_per_actor}" if gpus_per_actor else text
-
-
-def _require_connection(name: str, environment: Mapping[str, str]) -> None:
-    home = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr")
-    path = home / "config.toml"
-    table: object = {}
-    with suppress(FileNotFoundError):
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink")
-        except (ValueError, RecursionError) as error:
-            raise LaunchError(str(path), expected="TOML", got=str(error), do="correct the file") from error
-    entries = table.items() if isinstance(table, dict) else ()
-    remote = {key: entry for key, entry in entries if _is_remote(entry)}
-    if name not in remote:
-        known = ", ".join(sorted(remote)) or "none with an address of its own"
-        raise LaunchError(
-            f"SuperLink connection '{name}'",
-            expected=f"one of the connections in {path}",
-            got=f"a name that is not among them ({known})",
-            do=f"add [superlink.{name}] with the SuperLink's address to that file",
-        )
-
-
-def _is_remote(entry: object) -> bool:
-    """Whether it names a SuperLink; ``:local:`` makes Flower start one that stays behind."""
-    return isinstance(entry, dict) and not str(entry.get("address", ":")).startswith(":")

@@ -341,11 +341,14 @@ class Task(ABC):
         """Say what a node with data of its own tells the server of them in the handshake, as JSON; run on the node.
 
         Returns:
-            ``features``, the shape of one input; ``dtype`` of the inputs; ``classes``, the distinct targets where they are
+            ``examples``, how many its training data hold, those that a run holds out included; ``features``, the shape of
+            one input; ``dtype`` of the inputs; ``classes``, the distinct targets where they are
             whole numbers, or how many there are if more than `MOST_CLASSES`. A task adds what `agree` needs.
         """
         train = self._loaded[0]
-        told: dict[str, Any] = {"features": list(train.inputs.shape[1:]), "dtype": str(train.inputs.dtype)}
+        told: dict[str, Any] = {
+            "examples": len(train), "features": list(train.inputs.shape[1:]), "dtype": str(train.inputs.dtype),
+        }  # fmt: skip
         values = train.targets
         if values.ndim == 1 and (values.dtype.kind in "biu" or (values.dtype.kind == "f" and (values % 1 == 0).all())):
             classes = np.unique(values)
