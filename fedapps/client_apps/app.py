@@ -7,6 +7,7 @@ from flwr.clientapp import ClientApp
 
 import fedapps
 from fedapps.client_apps.personal_models import evaluate_model
+from fedapps.client_apps.resident import in_resident_worker
 from fedapps.client_apps.rules import NodeRules, errors_hold_no_content
 from fedapps.client_apps.work import Node, unpack_work
 from fedapps.compute import choose_device, pinned
@@ -14,7 +15,7 @@ from fedapps.messages.node_facts import NODE, NodeFacts
 from fedapps.messages.schema import METRICS, NUM_EXAMPLES
 from fedapps.methods import get_method
 
-app = ClientApp(mods=[errors_hold_no_content])
+app = ClientApp(mods=[in_resident_worker, errors_hold_no_content])
 
 
 @app.query()

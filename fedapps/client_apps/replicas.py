@@ -2,8 +2,8 @@
 
 What a client must keep is its journal, kilobytes in its `ClientStore`. The replica that the journal leads to is a cache:
 one per process under the in-process engine and the simulation, where any client's message may advance it, and one per node
-on a SuperNode, where every message is a new process: a memory-mapped `fedapps.zeroth_order.store.Store` in the state
-folder.
+on a SuperNode, where a message may be a new process: a memory-mapped `fedapps.zeroth_order.store.Store` in the state
+folder, which a process that stays (`fedapps.client_apps.resident`) keeps mapped from one message to the next.
 
 Beside a replica lie the rounds that it was made of. They are compared with the message's journal: after a resume of the
 server a replica may have applied rounds that were cut off, and is then built again.
@@ -221,33 +221,41 @@ def _advance(held: _Held, journal: Journal, through: int) -> str | None:
 def _open(work: ClientWork, base: str) -> Iterator[_Held]:
     global _held
     settings = work.settings
-    scheme = _scheme(work)
-    key = (work.experiment, base, scheme, settings.task, settings.task_options, work.device)
-    if work.node.state_dir is not None:
-        with _open_store(work, base, key) as held:
-            yield held
-        return
-    if _held is None or _held.key != key:
-        model = _build(work)
-        theta = trainable_parameters(model)
-        header = _header(work, base, theta)
-        Journal(header).check_model(header.layout, fingerprint(header.layout, theta))
-        replica = Replica(scheme, theta, fixed=header.layout.fixed, threads=settings.compute_threads)
-        _held = _Held(key, model, header, replica, Journal(header))
-    yield _held
+    folder = _store_folder(work) if work.node.state_dir is not None else None
+    key = (work.experiment, base, _scheme(work), settings.task, settings.task_options, work.device, folder)
+    if _held is None or _held.key != key or not _still_whole(_held, folder):
+        _held = None  # Its memory first: there may not be enough for two.
+        _held = _opened(work, base, key, folder)
+    if isinstance(_held.keeper, Store):
+        with _held.keeper:
+            yield _held
+    else:
+        yield _held
 
 
-@contextmanager
-def _open_store(work: ClientWork, base: str, key: tuple[Any, ...]) -> Iterator[_Held]:
-    """Open the node's store; parameters are views of its memory, or copies on another device."""
-    model = _build(work)
-    parameters = trainable_parameters(model)
-    header = _header(work, base, parameters)
-    folder = _store_folder(work)
-    threads = work.settings.compute_threads
-    with Store(folder, header, lambda: _base(work, header), threads=threads) as store:
+def _opened(work: ClientWork, base: str, key: tuple[Any, ...], folder: Path | None) -> _Held:
+    """Open the node's store, whose memory the parameters become views of (on another device copies); else a new replica."""
+    model, threads = _build(work), work.settings.compute_threads
+    theta = trainable_parameters(model)
+    header = _header(work, base, theta)
+    if folder is not None:
+        store = Store(folder, header, lambda: _base(work, header), threads=threads)
         rebuilt = store.rebuilt not in (None, NO_STATE, OTHER_RUN)
-        yield _Held(key, model, header, store, _read_applied(folder, header), rebuilt)
+        return _Held(key, model, header, store, _read_applied(folder, header), rebuilt)
+    Journal(header).check_model(header.layout, fingerprint(header.layout, theta))
+    replica = Replica(_scheme(work), theta, fixed=header.layout.fixed, threads=threads)
+    return _Held(key, model, header, replica, Journal(header))
+
+
+def _still_whole(held: _Held, folder: Path | None) -> bool:
+    """Open a store again that this process has mapped; other processes may have changed it and its journal."""
+    if folder is None or not isinstance(held.keeper, Store):
+        return True
+    held.rebuilt = False
+    if not held.keeper.reopen():
+        return False
+    held.applied = _read_applied(folder, held.header)
+    return True
 
 
 def _state_for(held: _Held, device: str) -> dict[str, dict[str, Any]]:

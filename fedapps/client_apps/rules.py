@@ -70,6 +70,10 @@ class NodeRules(SettingsModel):
     max_local_steps: int = setting(100_000, "most local-steps, inner-steps and num-probes", ge=1)
     max_batch_size: int = setting(0, "most examples in a batch; 0 = no bound", ge=0)
     max_compute_threads: int = setting(0, "most compute-threads; 0 = the processors of the machine", ge=0)
+    resident_worker: bool = setting(
+        False, "whether a process stays between the messages of a run, with model and data loaded"
+    )
+    resident_idle_minutes: float = setting(10.0, "minutes without a message after which that process ends", gt=0)
     devices: str = setting("", "devices, comma separated, such as cpu,cuda:1; empty = all")
 
     @classmethod
@@ -102,6 +106,12 @@ class NodeRules(SettingsModel):
     def of_node(cls, context: Context) -> Self:
         """Read the configuration of a node; as `of`."""
         return cls.of(context.node_config, f"node {context.node_id}, node config")
+
+    @property
+    def state_folder(self) -> Path:
+        """The folder that the node keeps its state in, where no run folder of the same user takes its place."""
+        default = os.environ.get("FEDAPPS_STATE") or Path.home() / ".fedapps" / "clients"
+        return Path(self.state_dir or default).expanduser()
 
     def resolve(self, run_config: Mapping[str, Any]) -> Settings:
         """Check and resolve a run config; nothing that it names is imported before it is allowed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -157,7 +156,7 @@ class ClientWork:
         elif self.node.rules.trust_server and self.run_dir and Path(self.run_dir).is_dir():
             root = Path(self.run_dir) / "clients"
         else:
-            root = Path(os.environ.get("FEDAPPS_STATE", Path.home() / ".fedapps" / "clients"))
+            root = self.node.rules.state_folder
         return ClientStore(root, self.experiment, self.node.partition)
 
     @property

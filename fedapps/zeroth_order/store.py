@@ -64,8 +64,7 @@ class Store:
         private_folder(folder.parent, folder.name)
         self._folder = folder
         self._key = hashlib.sha256(header_line(header).encode("utf-8")).hexdigest()
-        self._lock = open(folder / "lock", "w", opener=private_opener)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._take_lock()
         try:
             self.rebuilt = self._fault(header)
             self.replica = self._map(header, threads)
@@ -94,6 +93,25 @@ class Store:
         self.replica.rebuild(base)
         self._mark(applying=False)
 
+    def reopen(self) -> bool:
+        """Take a closed store's lock again, and tell whether its mapped state still is the whole state in the file.
+
+        A process that serves many messages keeps the store mapped between them; meanwhile another may have changed it. Where
+        it has moved to another round, was left half applied, or lies in another file, the store is closed again and False.
+        """
+        try:
+            self._take_lock()
+        except FileNotFoundError:  # with the whole folder
+            return False
+        try:
+            mark = json.loads((self._folder / "state.json").read_text(encoding="utf-8"))
+            same = mark == self._mark_of(applying=False) and _identity(self._folder / "state.bin") == self._file
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            self.close()
+        return same
+
     def close(self) -> None:
         """Let other processes open the store."""
         if not self._lock.closed:
@@ -108,6 +126,10 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _take_lock(self) -> None:
+        self._lock = open(self._folder / "lock", "w", opener=private_opener)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def _fault(self, header: Header) -> str | None:
         """Say why the file cannot be used as it is."""
@@ -135,6 +157,7 @@ class Store:
             with open(path, "wb", opener=private_opener) as stream:
                 os.posix_fallocate(stream.fileno(), 0, _size(header))  # a full disk is an error here, not a crash later
         memory = np.memmap(path, np.uint8, "r+")
+        self._file = _identity(path)
         theta: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {slot: {} for slot in rule_of(header.scheme).slots}
         for slot, tensor, place in _places(header):
@@ -144,11 +167,13 @@ class Store:
             (theta if slot is None else state[slot])[tensor.name] = array
         return Replica(header.scheme, theta, state, round=start, fixed=header.layout.fixed, threads=threads)
 
+    def _mark_of(self, *, applying: bool) -> dict[str, Any]:
+        return {"key": self._key, "round": self.replica.round, "applying": applying, "boot": _boot_id()}
+
     def _mark(self, *, applying: bool) -> None:
-        mark = {"key": self._key, "round": self.replica.round, "applying": applying, "boot": _boot_id()}
         aside = self._folder / "state.json.new"
         with open(aside, "w", encoding="utf-8", opener=private_opener) as stream:
-            json.dump(mark, stream)
+            json.dump(self._mark_of(applying=applying), stream)
             stream.flush()
             os.fsync(stream.fileno())
         aside.replace(self._folder / "state.json")
@@ -174,6 +199,12 @@ def _bytes(slot: str | None, tensor: TensorSpec) -> int:
 
 def _size(header: Header) -> int:
     return max(place + _bytes(slot, tensor) for slot, tensor, place in _places(header)) or 1
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Name a file whatever its path; a name is not given again while the file is mapped."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _boot_id() -> str:

@@ -54,6 +54,36 @@ def test_stores_on_nodes_write_the_journal_of_one_process(tmp_path: Path, nodes:
     assert journal_of(on_nodes) == journal_of(plain)
 
 
+def test_a_process_that_stays_keeps_model_and_store_from_one_message_to_the_next(
+    tmp_path: Path, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client is sampled, and its messages find what those before left mapped; a store that moved is opened anew."""
+    config = {"hiso.fingerprint-every": 2, "num-server-rounds": 5}
+    with monkeypatch.context() as patch:
+        sampled_as(patch, lambda server_round: [0])
+        patch.setattr(replicas, "_still_whole", lambda held, folder: False)
+        anew = tiny(tmp_path / "anew", config)
+    shutil.rmtree(tmp_path / "nodes")
+    built, build = [], replicas._build
+
+    def sample(server_round: int) -> list[int]:
+        if server_round == 4:
+            shutil.rmtree(nodes(0) / "replicas")
+        return [0]
+
+    def count(work: ClientWork) -> torch.nn.Module:
+        built.append(work.server_round)
+        return build(work)
+
+    sampled_as(monkeypatch, sample)
+    monkeypatch.setattr(replicas, "_build", count)
+    monkeypatch.setattr(replicas, "_held", None)
+    stayed = tiny(tmp_path / "stayed", config)
+    assert built == [1, 4]
+    assert journal_of(stayed) == journal_of(anew)
+    assert stayed.folder.model_path.read_bytes() == anew.folder.model_path.read_bytes()
+
+
 def _plain_node(context: Context) -> Node:
     return Node(
         int(context.node_config["partition-id"]),

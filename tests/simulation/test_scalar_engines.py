@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from fedapps.zeroth_order.store import Store
 
 from . import runs
 from .deployment import Deployment, loopback_deployment
+
+ROWS = Path(__file__).parents[1] / "data" / "language"
 
 pytestmark = pytest.mark.engine
 
@@ -72,6 +77,47 @@ def test_a_killed_node_goes_on_from_its_store(tmp_path: Path) -> None:
     assert "starting from the base model" not in (tmp_path / "restarted.log").read_text()
 
 
+def test_a_node_with_a_resident_worker_writes_the_journal_of_one_process(tmp_path: Path, own_module: str) -> None:
+    """A tiny language model on two SuperNodes; the worker of one is killed after a round, and ends with its node."""
+    model = importlib.import_module("fedapps_language").tiny_folder(tmp_path / "model")
+    config: dict[str, Any] = {
+        **DIGITS, "task": "sst2", "task-options": f'model = "{model}"\nmax-length = 64', "data-dir": str(ROWS),
+        "num-server-rounds": 3, "batch-size": 4, "lr": 0.01, "hiso.fingerprint-every": 3,
+    }  # fmt: skip
+    inprocess = runs.short_run(tmp_path / "inprocess", config, 2)
+    run, state = tmp_path / "run", tmp_path / "state-1"
+
+    def workers() -> list[int]:
+        log = "".join(path.read_text() for path in state.glob("workers/*/log"))
+        return [int(pid) for pid in re.findall(r"resident worker (\d+): run", log)]
+
+    def kill_once() -> None:
+        rows = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+        if '"train"' in rows and len(workers()) == 1 and not killed:
+            killed.extend(workers())
+            os.kill(killed[0], signal.SIGKILL)
+
+    killed: list[int] = []
+    rules = {"data-dirs": f"{ROWS},{tmp_path}"}
+    own = [{"common-data": True}, {"common-data": True, "resident-worker": True}]
+    with loopback_deployment(2, tmp_path, rules=rules, own=own) as place:
+        run_in(place, {**config, "run-dir": str(run)}, on_poll=kill_once)
+        assert (tmp_path / "state-0" / "replicas").exists()
+        assert not (tmp_path / "state-0" / "workers").exists()
+    folder = RunFolder.open(run)
+    assert folder.journal_path.read_bytes() == inprocess.folder.journal_path.read_bytes()
+    assert folder.model_path.read_bytes() == inprocess.folder.model_path.read_bytes()
+    assert [row["folded"] for row in folder.read_metrics() if row["phase"] == "train"] == [[0, 1]] * 3
+    first, second = workers()
+    assert killed == [first]
+    for _ in range(100):
+        if not Path(f"/proc/{second}").exists():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the worker outlives its node")
+
+
 def replica_round(run: Path, state: Path) -> int:
     """The round of a node's replica; its state is the journal's at that round."""
     journal = Journal.read(run / "journal.jsonl")
@@ -82,8 +128,8 @@ def replica_round(run: Path, state: Path) -> int:
         return store.replica.round
 
 
-def run_in(place: Deployment, config: dict[str, Any]) -> None:
+def run_in(place: Deployment, config: dict[str, Any], **how: Any) -> None:
     """Run on a deployment, to the end."""
     settings = flatten(resolve_settings({**runs.SITES, **config}), "hiso")
-    outcome = run_on_superlink(settings, connection=place.connection, environment=place.environment)
+    outcome = run_on_superlink(settings, connection=place.connection, environment=place.environment, **how)
     assert outcome.status == "completed", outcome.log_tail

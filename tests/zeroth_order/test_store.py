@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,57 @@ def test_a_state_is_found_again_and_goes_on(tmp_path: Path) -> None:
         assert store.replica.round == 9
         assert store.replica.fingerprint() == fingerprint_at(9)
         assert store.replica.theta["half"].dtype == np.uint16
+
+
+def test_a_store_that_stays_mapped_is_taken_up_again_where_nothing_else_changed_it(tmp_path: Path) -> None:
+    with Store(tmp_path, HEADER, base) as stays:
+        stays.advance(JOURNAL.slice(0, 4))
+    assert stays.reopen()
+    stays.advance(JOURNAL.slice(4, 6))
+    stays.close()
+    with Store(tmp_path, HEADER, unexpected) as other:
+        assert other.replica.fingerprint() == fingerprint_at(6)
+    assert stays.reopen()
+    assert stays.replica.fingerprint() == fingerprint_at(6)
+    with pytest.raises(BlockingIOError), open(tmp_path / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    stays.close()
+
+
+def _goes_on(folder: Path) -> None:
+    with Store(folder, HEADER, unexpected) as other:
+        other.advance(JOURNAL.slice(4, 5))
+
+
+def _begins_again(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    with Store(folder, HEADER, base) as other:
+        other.advance(JOURNAL.slice(0, 4))
+
+
+def _is_another_run(folder: Path) -> None:
+    header = dataclasses.replace(HEADER, base=BaseModel("other", None, "ab" * 32))
+    with Store(folder, header, base) as other:
+        other.advance(Journal(header, JOURNAL.records).slice(0, 4))
+
+
+def _is_cut_short(folder: Path) -> None:
+    mark = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**mark, "applying": True}))
+
+
+@pytest.mark.parametrize("change", [_goes_on, _begins_again, _is_another_run, _is_cut_short, shutil.rmtree])
+def test_a_store_that_another_process_changed_is_not_taken_up_again(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "s"
+    with Store(folder, HEADER, base) as stays:
+        stays.advance(JOURNAL.slice(0, 4))
+    change(folder)
+    assert not stays.reopen()
+    with Store(folder, HEADER, base) as store:  # The lock is free again, and whatever happened is made good.
+        store.advance(JOURNAL.slice(store.replica.round))
+        assert store.replica.fingerprint() == fingerprint_at(9)
 
 
 def in_child(work: Any) -> int:
