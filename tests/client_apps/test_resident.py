@@ -126,14 +126,19 @@ def serving(
     watch: Any = SimpleNamespace(client=lambda connection: nullcontext())
     mine = {**identity(context), **other}
     thread = threading.Thread(
-        target=resident_worker.serve, args=(folder, mine, answer), kwargs={"idle_seconds": idle, "watch": watch}
+        target=resident_worker.serve,
+        args=(folder, mine, answer),
+        kwargs={"idle_seconds": idle, "watch": watch},
+        daemon=True,
     )
     thread.start()
     while not listens(folder):
         time.sleep(0.005)
-    yield folder
-    resident._greet(folder, {})  # Another run's.
-    thread.join(20)
+    try:
+        yield folder
+    finally:
+        resident._greet(folder, {})  # Another run's.
+        thread.join(20)
     assert not thread.is_alive()
 
 
