@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,6 @@ from fedapps.simulation.processes import CONNECTION, Service, SuperLink, SuperNo
 from fedapps.simulation.start import Start, start
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-RESTART_SECONDS = 150
-"""How long a service is started again and again: a SuperLink gives a silent node up after a minute."""
-
 CONFIG = {
     **runs.SITES, "task-options": 'sizes = "9,8"', "client-test-fraction": 0.3, "client-validation-fraction": 0.2,
     "client-evaluation": "last", "on-failure": "fail-fast", "round-timeout": 90.0,
@@ -144,18 +142,13 @@ def federation(folder: Path) -> Iterator[tuple[SecureSuperLink, list[SuperNode]]
         yield link, nodes
 
 
-def keep_up(service: Service) -> float:
-    """Start a killed service until it stays; gives the seconds that it took."""
-    begun = time.monotonic()
-    while True:
-        with contextlib.suppress(LaunchError):
-            start_again(service)
-            time.sleep(5)
-            service.check()
-            return time.monotonic() - begun
-        if time.monotonic() - begun > RESTART_SECONDS:
-            raise SystemExit(f"a service does not come back; see {service.log_path}")
-        time.sleep(2)
+def keep_up(service: Service, over: threading.Event, starts: list[str]) -> None:
+    """Start a killed service whenever it has ended; one that is refused may end long after its start."""
+    while not over.wait(1.0):
+        if service.ended:
+            starts.append(service.log_path.stem)
+            with contextlib.suppress(LaunchError):
+                start_again(service)
 
 
 def chain(method: str, kind: str, rounds: int, folder: Path, random_: random.Random) -> str:
@@ -163,9 +156,10 @@ def chain(method: str, kind: str, rounds: int, folder: Path, random_: random.Ran
     config = {**CONFIG, **OWN.get(method, {}), "method": method, "num-server-rounds": rounds}
     straight = runs.short_run(folder / "straight", config, 2)
     killed_at, pause, notes = random_.randint(1, rounds - 1), random_.uniform(0.0, 8.0), list[str]()
-    with federation(folder) as (link, nodes):
+    with federation(folder) as (link, nodes), contextlib.ExitStack() as stack:
         os.environ["FLWR_HOME"] = str(link.home)
         threads: list[threading.Thread] = []
+        over, starts = threading.Event(), list[str]()
 
         def do_kill() -> None:
             time.sleep(pause)
@@ -176,7 +170,8 @@ def chain(method: str, kind: str, rounds: int, folder: Path, random_: random.Ran
             for service in services:
                 kill(service)
             for service in services:
-                notes.append(f"{service.log_path.stem} back after {keep_up(service):.0f} s")
+                threads.append(threading.Thread(target=keep_up, args=(service, over, starts)))
+                threads[-1].start()
 
         def on_row(row: dict[str, Any]) -> None:
             if row["phase"] == "train" and row["round"] == killed_at and not threads:
@@ -184,6 +179,8 @@ def chain(method: str, kind: str, rounds: int, folder: Path, random_: random.Ran
                 threads[0].start()
 
         begun, given, attempts = time.monotonic(), config, 0
+        stack.callback(lambda: [thread.join() for thread in threads])
+        stack.callback(over.set)
         while True:
             attempts += 1
             try:
@@ -192,8 +189,8 @@ def chain(method: str, kind: str, rounds: int, folder: Path, random_: random.Ran
                 status, reason = "lost", str(error)
             else:
                 status, reason = str(ended.status), ended.reason
-            for thread in threads:
-                thread.join()
+            if threads:
+                threads[0].join()
             if status == "completed":
                 break
             notes.append(f"{status} ({' '.join(reason.split())[:90]})")
@@ -202,6 +199,7 @@ def chain(method: str, kind: str, rounds: int, folder: Path, random_: random.Ran
             [here] = (folder / "runs").iterdir()
             given = {**RunFolder.open(here).read_settings(), "run-dir": str(here), "resume": True}
         seconds = time.monotonic() - begun
+        notes += [f"{name} started {number} times" for name, number in Counter(starts).items()]
     [here] = map(RunFolder, (folder / "runs").iterdir())
     different = [name for name, (was, now) in compared(straight.folder, here, folder).items() if was != now]
     if different:
