@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Tests run in JOBS processes; those that start Ray or a SuperLink in one of them, one after another.
-JOBS ?= 2
+# Tests run in JOBS processes; those that start Ray in one of them, one after another, and those that start a SuperLink in another.
+JOBS ?= 3
 PYTEST := python -m pytest -n $(JOBS) --dist loadgroup
 export FLWR_TELEMETRY_ENABLED := 0
 

@@ -17,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from fedapps.simulation.inprocess import set_server_identity
 
+SUPERLINK = ("tests/deploy/", "test_superlink.py", "store", "resident_worker", "a_deployment")
+"""Parts of the names of tests that run on a SuperLink and SuperNodes."""
+
 
 def pytest_configure() -> None:
     """No test can cut the power, and what a killed process wrote is in the kernel's cache: waiting for a disk shows nothing."""
@@ -27,7 +30,9 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group("engines"))
+            # Two rows: a SuperLink and its nodes mostly wait for each other, Ray does not.
+            superlink = any(part in item.nodeid for part in SUPERLINK)
+            item.add_marker(pytest.mark.xdist_group("superlink" if superlink else "engines"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fedapps.methods import resolve_settings
@@ -62,47 +61,3 @@ def test_a_deployment_gives_the_bits_of_the_inprocess_engine(tmp_path: Path) -> 
     for partition in (0, 1):
         assert list((tmp_path / f"state-{partition}").rglob(f"client-{partition}/round-2.safetensors"))
     assert not (tmp_path / "run" / "clients").exists()
-
-
-def test_every_node_trains_on_all_of_its_own_file(tmp_path: Path) -> None:
-    """Two files of 30 and 50 rows, none on the server: one round of FedPM is the Newton step on both together."""
-    random, own, parts = np.random.default_rng(0), [], []
-    for place, n in enumerate((30, 50)):
-        X, y = random.normal(size=(n, 3)).round(4), random.choice([-1, 1], n)
-        lines = (
-            f"{label:+d} " + " ".join(f"{j + 1}:{v}" for j, v in enumerate(x)) for x, label in zip(X, y, strict=True)
-        )
-        (tmp_path / f"site-{place}.svm").write_text("\n".join(lines) + "\n")
-        own.append({"task-options": f'file = "{tmp_path}/site-{place}.svm"'})
-        parts.append((X, y))
-    config = {
-        "method": "fedpm", "task": "libsvm", "partition": "local", "task-options": "num-features = 3\nregularisation = 0.1",
-        "weighting": "examples", "local-steps": 1, "lr": 1.0, "num-server-rounds": 1, "client-test-fraction": 0.0,
-        "client-validation-fraction": 0.0, "client-evaluation": "none", "run-dir": str(tmp_path / "run"),
-    }  # fmt: skip
-    with loopback_deployment(2, tmp_path, own=own) as place:
-        settings = flatten(resolve_settings(config), "fedpm")
-        log = tmp_path / "log"
-        outcome = run_on_superlink(settings, connection=place.connection, environment=place.environment, log_path=log)
-        cut = run_on_superlink(
-            {
-                **settings,
-                "partition": "iid",
-                "node-wait": 5.0,
-                "run-dir": str(tmp_path / "cut"),
-                "task-options": f'file = "{tmp_path}/site-0.svm"',
-            },
-            connection=place.connection,
-            environment=place.environment,
-        )
-    assert outcome.status == "completed", outcome.log_tail
-    X, y = (np.concatenate(part) for part in zip(*parts, strict=True))
-    # From zero: s (1 - s) = 1/4, and the gradient of log(1 + exp(-y x'theta)) is -y x / 2.
-    step = np.linalg.solve(X.T @ X / (4 * len(y)) + 0.1 * np.eye(3), X.T @ y / (2 * len(y)))
-    folder = RunFolder.open(tmp_path / "run")
-    np.testing.assert_allclose(folder.read_model()["weights"], step, rtol=1e-10)
-    told = [(row["node"], row["num-examples"], row["features"], row["classes"]) for row in folder.read_nodes()]
-    assert told == [("0", 30, [3], [-1, 1]), ("1", 50, [3], [-1, 1])]
-    assert "client 1: node 1, num-examples 50, features [3], dtype float64" in log.read_text()
-    assert cut.status == "failed"
-    assert "expected local on this node, whose data are its own" in cut.details + cut.log_tail

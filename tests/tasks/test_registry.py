@@ -79,12 +79,14 @@ MODULES = {
         pytest.param("nothing-like-it", "an unknown name; see `fedapps tasks`", id="unknown"),
         pytest.param(
             "absent_pkg.mod:MyTask",
-            "expected a module 'absent_pkg.mod' with a class 'MyTask', got ModuleNotFoundError.*PYTHONPATH",
+            "expected a module 'absent_pkg.mod' with a class 'MyTask', got ModuleNotFoundError.*Python path, or install it",
             id="no-package",
         ),
-        pytest.param("tasks_pkg.absent:MyTask", "got ModuleNotFoundError.*PYTHONPATH", id="no-module"),
+        pytest.param("tasks_pkg.absent:MyTask", "got ModuleNotFoundError.*check the spelling", id="no-module"),
         pytest.param(
-            "tasks_pkg.broken:MyTask", "'a_package_that_does_not_exist'; correct the module", id="import-in-it-fails"
+            "tasks_pkg.broken:MyTask",
+            "'a_package_that_does_not_exist'; install 'a_package_that_does_not_exist'",
+            id="import-in-it-fails",
         ),
         pytest.param("tasks_pkg.syntax:MyTask", "got SyntaxError.*correct the module", id="syntax-error"),
         pytest.param("tasks_pkg.empty:MyTask", "a class 'MyTask' in module 'tasks_pkg.empty'", id="no-class"),
