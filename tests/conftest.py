@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -76,3 +77,27 @@ def own_module(monkeypatch: pytest.MonkeyPatch) -> str:
     """Name of a module of a user's own, on the path of this process and of its workers."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "helpers"))
     return "fedapps_testing"
+
+
+class LogLines(logging.Handler):
+    """Collects the lines of Flower's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def log() -> Iterator[LogLines]:
+    """The lines that go to Flower's log while the test runs."""
+    handler = LogLines()
+    logging.getLogger("flwr").addHandler(handler)
+    yield handler
+    logging.getLogger("flwr").removeHandler(handler)

@@ -38,7 +38,7 @@ from fedapps.deploy.folder import (
 )
 from fedapps.deploy.link import Finding, check_link, check_private, check_server_certificate
 from fedapps.errors import FedAppsError, LaunchError
-from fedapps.messages.node_facts import TOLD
+from fedapps.messages.node_facts import TOLD, shown
 from fedapps.methods import get_method, resolve_settings
 from fedapps.results.environment import installed_versions
 from fedapps.server_apps.greeting import MARK
@@ -48,6 +48,7 @@ from fedapps.simulation.connection import Connection, flower_home, read_connecti
 from fedapps.simulation.flower_environment import flower_environment
 from fedapps.simulation.launcher import RunStatus, run_on_superlink
 from fedapps.simulation.own_modules import own_modules
+from fedapps.simulation.start import on_superlink
 from fedapps.strategies.roster import fingerprint
 
 GREETING = "fedapps.server_apps.greeting:app"
@@ -144,10 +145,7 @@ def check_folder(folder: Path, run_config: Mapping[str, Any] | None) -> Iterator
 
 def _as_run(run_config: Mapping[str, Any]) -> dict[str, Scalar]:
     """Resolve settings as a run on a SuperLink does."""
-    given = {"node-wait": NODE_WAIT, **run_config}
-    if given.get("partition", "auto") == "auto":
-        given["partition"] = "local"
-    settings = resolve_settings(given)
+    settings = resolve_settings(on_superlink({"node-wait": NODE_WAIT, **run_config}))
     return flatten(settings, get_method(settings.method).group)
 
 
@@ -436,6 +434,6 @@ def _reason(refused: str) -> str:
 
 def _told(facts: Mapping[str, Any]) -> str:
     """Describe what a node would train on."""
-    shown = [f"{key} {facts[key]}" for key in TOLD if facts.get(key) not in (None, "")]
-    shown.append(f"of the examples {facts['num-examples']} to train on, the others held out")
-    return ", ".join([*shown, f"on {facts['device']}", f"fedapps {facts['version']}"])
+    parts = [f"{key} {shown(facts[key])}" for key in TOLD if facts.get(key) not in (None, "")]
+    parts.append(f"of the examples {facts['num-examples']} to train on, the others held out")
+    return ", ".join([*parts, f"on {facts['device']}", f"fedapps {facts['version']}"])

@@ -18,6 +18,12 @@ MOST_PARTITIONS = 10_000_000
 """Partitions that a node may speak of."""
 
 
+LONGEST_NAME = 100
+"""Characters of a node's name or device."""
+
+LONGEST_SHOWN = 200
+"""Characters that a line shows of what a node told."""
+
 MOST_TOLD = 10_000_000
 """Characters that a node may tell of its data."""
 
@@ -96,10 +102,10 @@ class NodeFacts:
                 num_examples=int(record["num-examples"]),  # type: ignore[arg-type]
                 version=str(record["version"]),
                 method=str(record["method"]),
-                device=str(record["device"]),
+                device=_printable(record["device"]),
                 layout=str(record["layout"]),
                 kernel=str(record["kernel"]),
-                name=str(record.get("name", "")),
+                name=_printable(record.get("name", "")),
                 told=_told(str(record.get("told", "{}"))),
             )
             if not 0 <= facts.num_partitions <= MOST_PARTITIONS or facts.num_examples < 0:
@@ -110,6 +116,20 @@ class NodeFacts:
                 where, expected="the facts of a node", got=f"{held} ({error})", do="update the node"
             ) from error
         return facts
+
+
+def _printable(value: object) -> str:
+    """Give a text as a line of the log can show it."""
+    text = str(value)
+    if len(text) > LONGEST_NAME or not text.isprintable():
+        raise ValueError(f"{text[:LONGEST_NAME]!r} is no text of at most {LONGEST_NAME} printable characters")
+    return text
+
+
+def shown(value: object) -> str:
+    """Give what a node told, which may be anything, as a line of the log can show it."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _told(text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 import fedapps
 from fedapps.compute import choose_device
 from fedapps.errors import CheckpointError, RoundFailedError
-from fedapps.messages.node_facts import TOLD
+from fedapps.messages.node_facts import TOLD, shown
 from fedapps.messages.schema import Arrays, pack_arrays
 from fedapps.methods import Method, get_method
 from fedapps.results.checkpoint import Checkpoint, MadeWith
@@ -313,7 +313,8 @@ def _check_partitions(state: _Run) -> None:
 def _note_nodes(state: _Run) -> None:
     """Note what each node tells of itself and of its data, once it is known or tells anything else."""
     roster = state.strategy.roster
-    for number, facts in sorted(roster.facts.items()):
+    for number in sorted(roster.node_of):
+        facts = roster.facts[number]
         row = {
             "node": roster.names[number], "key": roster.key_of(number),
             "num-examples": facts.num_examples, **{k: facts.told.get(k) for k in TOLD},
@@ -323,7 +324,7 @@ def _note_nodes(state: _Run) -> None:
             state.noted[number] = row
             # A resume cuts off the rows of rounds that it repeats.
             state.folder.append_clients({"round": max(0, state.first_round - 1), "partition": number, **row})
-            told = ", ".join(f"{key} {value}" for key, value in row.items() if value not in ("", None))
+            told = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if value not in ("", None))
             logger.info("client %d: %s", number, told)
 
 

@@ -94,9 +94,7 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
         LaunchError: The engine could not be started, or went away.
     """
     if how.superlink:
-        run_config = {"collect-mb": COLLECT_MB, **run_config}
-    if how.superlink and run_config.get("partition", AUTO) == AUTO:
-        run_config = {**run_config, "partition": "local"}
+        run_config = on_superlink(run_config)
     settings = resolve_settings(run_config)
     if how.superlink and settings.client_evaluation == "every" and run_config.get("client-evaluation", AUTO) == AUTO:
         # It starts a process on every node, which may cost as much as a round: not every round unless that is asked for.
@@ -134,6 +132,12 @@ def start(run_config: Mapping[str, Any], how: Start, root: Path | None, on_row: 
     finally:
         if folder is not None and not any(folder.path.iterdir()):
             folder.path.rmdir()
+
+
+def on_superlink(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what settings are on a SuperLink where nothing else is said: nodes have data of their own, and results come here."""
+    own = {"partition": "local"} if run_config.get("partition", AUTO) == AUTO else {}
+    return {"collect-mb": COLLECT_MB, **run_config, **own}
 
 
 def _check_here(settings: Settings, how: Start, folder: RunFolder | None) -> None:

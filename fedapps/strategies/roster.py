@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
 from logging import getLogger
@@ -47,8 +48,8 @@ MOST_MISSES = 2
 MOST_REFUSALS = 5
 """Refused nodes that an error message lists."""
 
-LONGEST_NAME = 100
-"""Characters of a node's name."""
+LONGEST_REASON = 2000
+"""Characters of the reason for a refusal."""
 
 REGISTERS_ITSELF = 2.0
 """Seconds from registration to activation below which a node has registered itself."""
@@ -155,8 +156,8 @@ class Roster:
             self._greet_new_nodes(grid)
             if (self.task is None or self.node_of) if self.num_partitions else self._complete():
                 return
-            # Where every node was refused, more time brings nothing: the cause is in their answers.
-            hopeless = bool(self.refused) and not self.node_of and not self._silent
+            # Where every node was refused at the start, more time brings nothing: the cause is in their answers.
+            hopeless = bool(self.refused) and not (self.num_partitions or self.node_of or self._silent)
             if hopeless or time.monotonic() > deadline:
                 raise RosterError(self._what_is_missing())
             time.sleep(NODE_POLL)
@@ -250,21 +251,21 @@ class Roster:
         """Give the number of a node with data of its own; a name not heard of yet gets the next one."""
         key = _key(node)
         name = node.name or facts.name or (f"key-{fingerprint(key)}" if key else "")
-        if not name or len(name) > LONGEST_NAME or not name.isprintable():
+        if not name:
             raise RosterError(
                 f"node {node.node_id}",
-                expected=f"a name of at most {LONGEST_NAME} characters, or a key, since every node has data of its own",
-                got=repr(name[: 2 * LONGEST_NAME]) if name else "neither",
+                expected="a name or a key, since every node has data of its own",
+                got="neither",
                 do="start the SuperNode with --node-config 'name=\"hospital-a\"', or register its key with --name",
             )
         if self.num_partitions and (reason := self._misfit(task, facts)):
             raise RosterError(f"node {node.node_id} ({name}), {reason}")
         if name in self.names:
             return self.names.index(name)
-        if self.num_partitions and not self.newcomers:
+        if (self.num_partitions or self._known_names) and not self.newcomers:
             raise RosterError(
                 f"node {node.node_id} ({name})",
-                expected=f"one of the {self.num_partitions} nodes of the first round, which method '{self.method}' sums over",
+                expected=f"one of the {len(self.names)} nodes of the first round, which method '{self.method}' sums over",
                 got="a newcomer",
                 do="let it wait for the next run, or choose a method that takes newcomers, such as fedpm or fedavg",
             )
@@ -330,13 +331,16 @@ class Roster:
         if self.task is None:
             return {}
         keys = {str(number): key.hex() for number, key in sorted(self._key_of.items())}
-        return {"names": list(self.names), "keys": keys, "agreed": self.agreed}
+        # Sums over all clients weigh those that are away, too.
+        facts = {str(number): {**asdict(facts), "told": {}} for number, facts in sorted(self.facts.items())}
+        return {"names": list(self.names), "keys": keys, "facts": facts, "agreed": self.agreed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` gave."""
         self.names, self.agreed = list(state.get("names", [])), dict(state.get("agreed", {}))
         self._known_names = len(self.names)
         self._key_of = {int(number): bytes.fromhex(key) for number, key in state.get("keys", {}).items()}
+        self.facts = {int(number): NodeFacts(**facts) for number, facts in state.get("facts", {}).items()}
 
     # Every node --------------------------------------------------------------------------------------
 
@@ -357,6 +361,8 @@ class Roster:
             )
 
     def _refuse(self, node_id: int, reason: str) -> None:
+        # It may quote what a node said, which is to stay on its line.
+        reason = "".join(c if c.isprintable() else repr(c)[1:-1] for c in reason[:LONGEST_REASON])
         self.refused[node_id] = reason
         logger.error("node %d refused: %s", node_id, reason)
 

@@ -104,7 +104,8 @@ class TaskConfig:
 
 
 def _shape(features: Any) -> str:
-    return f"({', '.join(map(str, features))})" if isinstance(features, list) else repr(features)
+    numbers = isinstance(features, list) and len(features) < 10 and all(isinstance(n, int) for n in features)
+    return f"({', '.join(map(str, features))})" if numbers else f"{features!r:.100}"
 
 
 def describe_targets(targets: NDArray[Any]) -> str:

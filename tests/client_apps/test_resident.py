@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -26,8 +25,6 @@ from fedapps.client_apps.resident import WorkerError, identity, in_resident_work
 from fedapps.client_apps.rules import ClientError, NodeRules
 from fedapps.messages.schema import pack
 from fedapps.private_files import private_folder
-
-from ..simulation import runs
 
 TASK = '''
 import os, time
@@ -59,14 +56,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDAPPS_TEST_PLACE", str(tmp_path))
     monkeypatch.setattr("fedapps.tasks._loaded", type(sys.modules["fedapps.tasks"]._loaded)())
     return tmp_path
-
-
-@pytest.fixture
-def log() -> Iterator[Any]:
-    handler = runs.LogLines()
-    logging.getLogger("flwr").addHandler(handler)
-    yield handler
-    logging.getLogger("flwr").removeHandler(handler)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import Context
@@ -14,8 +12,6 @@ from fedapps.client_apps import replicas
 from fedapps.client_apps.rules import NodeRules
 from fedapps.client_apps.work import Node
 
-from ..simulation import runs
-
 TRUSTING = NodeRules(trust_server=True, common_data=True)
 
 
@@ -23,14 +19,6 @@ TRUSTING = NodeRules(trust_server=True, common_data=True)
 def _no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test finds the replica of another one."""
     monkeypatch.setattr(replicas, "_held", None)
-
-
-@pytest.fixture
-def log() -> Iterator[Any]:
-    handler = runs.LogLines()
-    logging.getLogger("flwr").addHandler(handler)
-    yield handler
-    logging.getLogger("flwr").removeHandler(handler)
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,6 @@ LINEAR = {
     "evaluate-every": 0, "client-evaluation": "last",
 }  # fmt: skip
 """Four least-squares clients; forty steps solve a local problem."""
-
-
-@pytest.fixture
-def log() -> Iterator[Any]:
-    handler = runs.LogLines()
-    logging.getLogger("flwr").addHandler(handler)
-    yield handler
-    logging.getLogger("flwr").removeHandler(handler)
 
 
 def empty(reply: Message) -> Message:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +35,6 @@ ONE_MODEL = [
 """Methods with one model, which the server sends and clients train from: neither replicas nor models of their own."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_module")]
-
-
-@pytest.fixture
-def log() -> Iterator[Any]:
-    handler = runs.LogLines()
-    logging.getLogger("flwr").addHandler(handler)
-    yield handler
-    logging.getLogger("flwr").removeHandler(handler)
 
 
 def raised(reply: Message) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,18 +71,3 @@ def assert_same_model(left: Mapping[str, np.ndarray], right: Mapping[str, np.nda
         assert value.dtype == right[name].dtype, name
         assert value.shape == right[name].shape, name
         assert value.tobytes() == right[name].tobytes(), name
-
-
-class LogLines(logging.Handler):
-    """Collects the lines of Flower's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)

@@ -317,12 +317,9 @@ def test_flowers_log_goes_to_the_file_and_comes_back(tmp_path: Path) -> None:
     assert logger.handlers == before
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [({}, "local"), ({"partition": "auto"}, "local"), ({"partition": "iid"}, "iid")]
-)
-def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
-) -> None:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The settings that would go to a SuperLink."""
     sent: list[dict[str, Any]] = []
 
     def launch(config: dict[str, Any], **how: Any) -> Outcome:
@@ -330,6 +327,15 @@ def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
         raise LaunchError("nowhere")
 
     monkeypatch.setattr(module_under_test, "run_on_superlink", launch)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "local"), ({"partition": "auto"}, "local"), ({"partition": "iid"}, "iid")]
+)
+def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
+    sent: list[dict[str, Any]], given: dict[str, str], expected: str
+) -> None:
     with pytest.raises(LaunchError, match="nowhere"):
         start({"method": "fedavg", "task": "digits", **given}, Start(superlink="lab"), None)
     assert sent[0]["partition"] == expected
@@ -340,15 +346,8 @@ def test_on_a_superlink_every_node_has_its_own_data_unless_a_cut_is_asked_for(
 @pytest.mark.parametrize("partition", ["local", "iid"])
 @pytest.mark.parametrize(("given", "expected"), [({}, "last"), ({"client-evaluation": "every"}, "every")])
 def test_on_a_superlink_clients_measure_once_unless_more_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, partition: str, given: dict[str, str], expected: str
+    sent: list[dict[str, Any]], partition: str, given: dict[str, str], expected: str
 ) -> None:
-    sent: list[dict[str, Any]] = []
-
-    def launch(config: dict[str, Any], **how: Any) -> Outcome:
-        sent.append(config)
-        raise LaunchError("nowhere")
-
-    monkeypatch.setattr(module_under_test, "run_on_superlink", launch)
     with pytest.raises(LaunchError, match="nowhere"):
         start({"method": "fedclup", "task": "digits", "partition": partition, **given}, Start(superlink="lab"), None)
     assert sent[0]["client-evaluation"] == expected

@@ -304,6 +304,15 @@ def test_while_all_nodes_are_away_a_round_waits_and_then_says_so() -> None:
         refresh(grid, roster)
 
 
+def test_an_earlier_refusal_is_no_reason_to_give_up_nodes_that_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = FakeGrid({1: own("b"), 2: own("c"), 3: own("wide", features=[4])})
+    roster = refresh(grid, own_roster(node_wait=5.0))
+    grid.nodes = {}
+    monkeypatch.setattr(roster_module.time, "sleep", lambda _: grid.nodes.update({1: own("b")}))
+    refresh(grid, roster)
+    assert roster.node_of == {0: 1}
+
+
 def test_a_node_whose_data_do_not_fit_is_refused_by_name_and_the_others_go_on() -> None:
     grid = FakeGrid({1: own("a"), 2: own("wide", features=[4]), 3: own("c")})
     roster = refresh(grid, own_roster())
@@ -341,7 +350,7 @@ def test_sparse_files_agree_on_the_widest_and_a_wider_newcomer_is_refused() -> N
 def test_a_node_with_data_of_its_own_needs_a_name_or_a_key(name: str) -> None:
     roster = refresh(FakeGrid({1: own("a"), 2: own(name), 3: own("c")}), own_roster())
     assert roster.names == ["a", "c"]
-    assert "start the SuperNode with --node-config" in roster.refused[2]
+    assert ("printable" if name else "start the SuperNode with --node-config") in roster.refused[2]
     assert "\x1b" not in roster.refused[2]
     keyed = Registered({1: own("a"), 2: own("")}, {2: {"public_key": b"key"}})
     digest = hashlib.sha256(b"key").hexdigest()[:16]
@@ -402,3 +411,27 @@ def test_a_resumed_roster_knows_names_keys_and_what_was_agreed() -> None:
     assert again.agreed == {"features": [3]}
     assert set(again.refused) == {6, 9}
     assert make_roster().state() == {}
+
+
+def test_a_resume_weighs_nodes_that_are_away_and_takes_no_newcomer_into_a_sum() -> None:
+    first = refresh(FakeGrid({1: own("b", n=3), 2: own("c", n=7)}), own_roster())
+    again = own_roster()
+    again.load_state(json.loads(json.dumps(first.state())))
+    again.newcomers = False
+    refresh(FakeGrid({8: own("a", n=9), 7: own("b", n=3), 6: own("c", n=7)}), again)
+    assert again.names == ["b", "c"]
+    assert "expected one of the 2 nodes of the first round" in again.refused[8]
+    alone = own_roster(1)
+    alone.load_state(json.loads(json.dumps(first.state())))
+    refresh(FakeGrid({7: own("b", n=3)}), alone)
+    assert {number: facts.num_examples for number, facts in alone.facts.items()} == {0: 3, 1: 7}
+    assert alone.node_of == {0: 7}
+
+
+def test_what_a_refused_node_said_stays_on_its_line() -> None:
+    forged = Error(2, "x" * 10 + "\x1b[2Jhospital-a refused")
+    roster = refresh(FakeGrid({1: own("a"), 2: forged, 3: own("c")}), own_roster())
+    assert roster.refused[2] == "x" * 10 + "\\x1b[2Jhospital-a refused"
+    wide = refresh(FakeGrid({1: own("a"), 2: own("b", features=["\n" * 10_000]), 3: own("c")}), own_roster())
+    assert len(wide.refused[2]) < 400
+    assert "\n" not in wide.refused[2]
