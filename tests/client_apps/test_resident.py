@@ -208,6 +208,23 @@ def test_a_worker_of_another_run_version_or_configuration_leaves(place: Path, ot
         assert by_worker(in_resident_worker(train(), context, itself))
 
 
+def test_what_worker_and_client_must_share_tells_runs_and_configurations_apart(place: Path) -> None:
+    one = identity(node(place))
+    assert one == identity(node(place))
+    assert one != identity(node(place, run=2))
+    assert one != identity(node(place, **{"task-options": "clients = 3"}))
+
+
+def test_a_worker_that_cannot_start_is_tried_a_few_times_and_done_without(
+    place: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    monkeypatch.setattr(resident, "_MAIN", "raise SystemExit(3)")
+    monkeypatch.setattr(resident, "START_SECONDS", 30.0)
+    assert not by_worker(in_resident_worker(train(), node(place), itself))
+    assert len(started) == resident.MOST_STARTS
+    assert "expected one that starts, got none" in log.text
+
+
 def test_a_socket_that_a_killed_worker_left_is_no_obstacle(place: Path) -> None:
     context = node(place)
     folder = private_folder(folder_of(context))
