@@ -136,11 +136,15 @@ def _start(
     resumed: tuple[Checkpoint, list[str]] | None,
 ) -> _Run:
     started = time.monotonic()
-    method = get_method(settings.method)
-    task = load_task_of(settings)
+    method, grid = get_method(settings.method), MeteredGrid(grid)
     checkpoint, changes = resumed or (None, [])
     experiment = checkpoint.experiment if checkpoint else _new_experiment(settings)
     strategy: RoundStrategy = method.load_strategy().from_settings(settings, experiment)
+    grid.server_round = checkpoint.server_round + 1 if checkpoint else 1
+    goes_on = grid.server_round <= settings.num_server_rounds
+    if goes_on:
+        strategy.roster.hail(grid)
+    task = load_task_of(settings)
     flat = flatten(settings, method.group)
     folder.write_settings(flat)
     logger.info("settings: %s", " ".join(f"{key}={value!r}" for key, value in flat.items()))
@@ -150,13 +154,13 @@ def _start(
         environment |= _accepted_changes(folder, checkpoint, changes)
     folder.write_environment(environment)
     state = _Run(
-        grid=MeteredGrid(grid), settings=settings, method=method, folder=folder, task=task, strategy=strategy,
-        experiment=experiment, arrays={}, rows=rows, first_round=1, num_partitions=None, data=data,
+        grid=grid, settings=settings, method=method, folder=folder, task=task, strategy=strategy,
+        experiment=experiment, arrays={}, rows=rows, first_round=grid.server_round, num_partitions=None, data=data,
         journal=GrowingSum(folder.journal_path),
     )  # fmt: skip
     if checkpoint:
         _take_back(state, checkpoint)
-    own_data, goes_on = settings.partition == "local", state.first_round <= settings.num_server_rounds
+    own_data = settings.partition == "local"
     if own_data:
         # The nodes have the data, so the first model's shape may be theirs to say.
         strategy.roster.task = task
@@ -178,7 +182,6 @@ def _start(
 
 def _greet(state: _Run, started: float) -> None:
     """Wait for the clients before the first round: their processes start and read the data now, which is no training."""
-    state.grid.server_round = state.first_round
     state.strategy.roster.refresh(state.grid)
     if state.num_partitions is not None:
         _check_partitions(state)
@@ -218,7 +221,6 @@ def _new_experiment(settings: Settings) -> str:
 
 
 def _take_back(state: _Run, checkpoint: Checkpoint) -> None:
-    state.first_round = checkpoint.server_round + 1
     state.num_partitions = checkpoint.num_partitions
     try:
         state.strategy.roster.load_state(checkpoint.roster)

@@ -20,20 +20,23 @@ LONGEST_PAUSE = 0.2
 
 
 def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
-    """Send messages and yield each reply when it arrives.
+    """Send messages at once, and give each reply when it arrives.
 
     Replies that do not arrive in time are left out; the caller knows which messages it sent.
 
     Args:
         grid: Flower's grid.
         messages: Messages to send.
-        timeout: Seconds to wait for replies.
+        timeout: Seconds to wait for replies, from the first look for them.
 
-    Yields:
+    Returns:
         Replies, error replies included, in order of arrival.
     """
+    return _arriving(grid, [message_id for message_id in grid.push_messages(messages) if message_id], timeout)
+
+
+def _arriving(grid: Grid, pending: list[str], timeout: float) -> Iterator[Message]:
     deadline = time.monotonic() + timeout
-    pending = [message_id for message_id in grid.push_messages(messages) if message_id]
     pause = FIRST_PAUSE
     while pending:
         arrived = set()

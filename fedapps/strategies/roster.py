@@ -18,7 +18,7 @@ from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
@@ -53,6 +53,11 @@ LONGEST_REASON = 2000
 
 REGISTERS_ITSELF = 2.0
 """Seconds from registration to activation below which a node has registered itself."""
+
+_Asked: TypeAlias = tuple[Mapping[int, str], Iterable[Message]]
+"""The id of the query of each node, and the answers as they arrive."""
+
+_NOBODY: _Asked = {}, ()
 
 NODE_POLL = 1.0
 """Seconds between two looks at the connected nodes while clients are missing."""
@@ -116,6 +121,7 @@ class Roster:
         self._known_names = 0
         self._seen: set[tuple[int, str]] = set()
         self._silent: set[int] = set()
+        self._hailed = _NOBODY
         self.facts: dict[int, NodeFacts] = {}
         self.refused: dict[int, str] = {}
         self.node_of: dict[int, int] = {}
@@ -138,6 +144,14 @@ class Roster:
             return layout_from_json(self.own_layout, "server")
         votes = Counter(facts.layout for _, facts in sorted(self.facts.items()) if facts.layout)
         return layout_from_json(votes.most_common(1)[0][0], "handshake") if votes else None
+
+    def hail(self, grid: Grid) -> None:
+        """Ask the nodes that are there without waiting for answers, which `refresh` takes: they read their data meanwhile.
+
+        Args:
+            grid: Flower's grid.
+        """
+        self._hailed = self._ask(grid, [node.node_id for node in grid.get_nodes()])
 
     def refresh(self, grid: Grid) -> None:
         """Greet new nodes; at the first call wait until every partition has one.
@@ -181,7 +195,7 @@ class Roster:
         )
         if not new:
             return
-        answers = self._ask(grid, [node.node_id for node in new])
+        answers = self._answers(grid, [node.node_id for node in new])
         told = [(node, facts) for node in new if (facts := self._read(node, answers.get(node.node_id))) is not None]
         # What most nodes say, so that one that is wrong does not refuse the others.
         votes = Counter(facts.num_partitions for facts in (*self.facts.values(), *(facts for _, facts in told)))
@@ -191,15 +205,24 @@ class Roster:
     def _gave_up(self, node: NodeInfo) -> bool:
         return self._misses[node.node_id, node.last_activated_at] >= MOST_MISSES
 
-    def _ask(self, grid: Grid, node_ids: Iterable[int]) -> dict[int, Message]:
+    def _answers(self, grid: Grid, node_ids: Iterable[int]) -> dict[int, Message]:
+        """Wait for the answers of nodes; those that were not hailed are asked now."""
+        hailed, self._hailed = self._hailed, _NOBODY
+        asked = [hailed, self._ask(grid, [node_id for node_id in node_ids if node_id not in hailed[0]])]
+        answers: dict[int, Message] = {}
+        for query_of, replies in asked:
+            arrived = {reply.metadata.reply_to_message_id: reply for reply in replies}
+            answers |= {node: arrived[query] for node, query in query_of.items() if query in arrived}
+        return answers
+
+    def _ask(self, grid: Grid, node_ids: Iterable[int]) -> _Asked:
         query = ConfigRecord({"version": fedapps.__version__, "method": self.method, "experiment": self.experiment})
         messages = [
             Message(RecordDict({CONFIG: query}), dst_node_id=node_id, message_type=MessageType.QUERY)
             for node_id in node_ids
         ]
-        replies = {r.metadata.reply_to_message_id: r for r in exchange(grid, messages, self._timeout)}
-        asked = {message.metadata.dst_node_id: message.metadata.message_id for message in messages}
-        return {node_id: replies[message_id] for node_id, message_id in asked.items() if message_id in replies}
+        replies = exchange(grid, messages, self._timeout)
+        return {message.metadata.dst_node_id: message.metadata.message_id for message in messages}, replies
 
     def _read(self, node: NodeInfo, reply: Message | None) -> NodeFacts | None:
         """Read what a node says of itself; None for one that says nothing, or nothing usable."""
