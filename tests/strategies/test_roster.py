@@ -103,6 +103,31 @@ def test_a_node_is_asked_once_and_only_new_ones_later() -> None:
     assert roster.node_of == {0: 1, 1: 3}
 
 
+def test_nodes_are_hailed_without_waiting_and_only_those_that_came_since_are_asked_again() -> None:
+    grid, roster = FakeGrid({1: FACTS}), make_roster()
+    roster.hail(grid)
+    assert (grid.queried, roster.node_of) == ([1], {})
+    grid.nodes[2] = replace(FACTS, partition=1)
+    assert refresh(grid, roster).node_of == {0: 1, 1: 2}
+    assert grid.queried == [1, 2]
+
+
+def test_a_hailed_node_that_does_not_answer_is_asked_again() -> None:
+    grid, roster = FakeGrid({1: FACTS, 2: None}), make_roster(node_wait=1.0)
+    roster.hail(grid)
+    grid.nodes = {2: None, 3: FACTS}
+    pulls = iter(range(1000))
+
+    def answers_later(message_ids: Iterable[str]) -> Iterable[Message]:
+        if next(pulls) > 2:
+            grid.nodes[2] = replace(FACTS, partition=1)
+        known = [i for i in message_ids if grid._sent[i].metadata.dst_node_id in grid.nodes]
+        return FakeGrid.pull_messages(grid, known)
+
+    grid.pull_messages = answers_later  # type: ignore[method-assign]
+    assert refresh(grid, roster).node_of == {0: 3, 1: 2}
+
+
 def test_of_two_nodes_for_a_partition_the_newer_wins() -> None:
     grid = FakeGrid({5: FACTS, 4: FACTS, 6: replace(FACTS, partition=1)})
     grid.activated = {5: "2026-01-01T00:00:01", 4: "2026-01-01T00:00:09", 6: "2026-01-01T00:00:05"}
