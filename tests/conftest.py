@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from fedapps.simulation.inprocess import set_server_identity
 
-SUPERLINK = ("tests/deploy/", "test_superlink.py", "store", "resident_worker", "a_deployment")
+SUPERLINK = ("tests/deploy/", "test_superlink.py", "resident_worker", "a_deployment")
 """Parts of the names of tests that run on a SuperLink and SuperNodes."""
 
 

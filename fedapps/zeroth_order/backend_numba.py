@@ -18,6 +18,7 @@ from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.gaussian_table import SIGNED
 from fedapps.zeroth_order.number_formats import F32, NumberFormat, Stored, format_of
 from fedapps.zeroth_order.program import Program, compile_steps, probe_ints, signed_mu
+from fedapps.zeroth_order.rules import rule_of
 from fedapps.zeroth_order.scheme import LocalStep, Probe, Scheme
 
 NAME = "numba"
@@ -48,7 +49,7 @@ def displace(
     threads: int,
 ) -> None:
     """Write where a client stands: `backend_reference.displace`, compiled, on so many threads."""
-    H = state.get("H", _NO_FLOATS) if _RULE_CODES[scheme.method] != kernels_cpu.PLAIN else _NO_FLOATS
+    H = state.get("H", _NO_FLOATS) if _RULE_CODES[rule_of(scheme).name] != kernels_cpu.PLAIN else _NO_FLOATS
     program = compile_steps(steps, scheme)
     numbers = (program.keys, _table(scheme), program.ints, program.floats, program.coefficients)
     tail = (*probe_ints(probe), signed_mu(probe))
@@ -70,7 +71,7 @@ def displace(
 def apply(theta: Stored, state: Mapping[str, F32], program: Program, offset: int, threads: int) -> None:
     """Apply the steps of many rounds in place, as `backend_reference.apply` does, in one pass over memory."""
     wide, packed, _, _, code = _views(theta, theta)
-    rule = _RULE_CODES[program.scheme.method]
+    rule = _RULE_CODES[rule_of(program.scheme).name]
     H, m = state.get("H", _NO_FLOATS), state.get("m", _NO_FLOATS)
     numbers = (program.keys, _table(program.scheme), program.ints, program.floats, program.coefficients)
 

@@ -15,6 +15,7 @@ from fedapps.zeroth_order import kernels_cuda
 from fedapps.zeroth_order.directions import Distribution
 from fedapps.zeroth_order.gaussian_table import SIGNED
 from fedapps.zeroth_order.program import Program, compile_steps, probe_ints, signed_mu
+from fedapps.zeroth_order.rules import rule_of
 from fedapps.zeroth_order.scheme import LocalStep, Probe, Scheme
 
 NAME = "triton"
@@ -40,7 +41,7 @@ def displace(
     """Write where a client stands: `backend_reference.displace` in a kernel."""
     if out.numel() == 0:
         return
-    scaled = _RULE_CODES[scheme.method] != 0 and "H" in state
+    scaled = _RULE_CODES[rule_of(scheme).name] != 0 and "H" in state
     program, send = compile_steps(steps, scheme), _sender(theta)
     with _on(theta):
         kernels_cuda.displace[(_tiles(width), len(starts))](
@@ -75,7 +76,7 @@ def apply(theta: Flat, state: Mapping[str, Flat], program: Program, offset: int,
             send(np.array([offset, theta.numel(), len(program.ints)], np.int64)),
             *_numbers(program, theta),
             FORMAT=_FORMAT_CODES[theta.dtype],
-            RULE=_RULE_CODES[program.scheme.method],
+            RULE=_RULE_CODES[rule_of(program.scheme).name],
             GAUSSIAN=program.scheme.distribution is Distribution.GAUSSIAN,
             TILE=kernels_cuda.TILE,
             **kernels_cuda.OPTIONS,

@@ -183,7 +183,8 @@ def _to_device(array: NDArray[Any], device: str) -> Tensor:
 
 
 def _backend_for(scheme: Scheme, place: str) -> ModuleType:
-    return _backend("cpu" if place == "copied" else place) if scheme.method in FUSED else backend_reference
+    # By the rule's name, not the method's: a method of one's own may share a rule.
+    return _backend("cpu" if place == "copied" else place) if rules.rule_of(scheme).name in FUSED else backend_reference
 
 
 @cache

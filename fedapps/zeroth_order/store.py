@@ -9,7 +9,8 @@ Where each message is a new process, loading and replaying a model would cost mo
 Crash safety: `state.json` says that an update is under way before the first byte changes, and tells the new round after
 the last. A process that dies in between leaves that mark. A machine that dies may lose changes that were never written
 to the disk; their mark is the id of the boot, since a store from before it is not trusted. In both cases the state is
-started anew from the base model, and the journal brings it back.
+started anew from the base model, and the journal brings it back. So nothing waits for the disk, which the kernel keeps
+busy for long with so many changed pages.
 """
 
 from __future__ import annotations
@@ -174,14 +175,7 @@ class Store:
         aside = self._folder / "state.json.new"
         with open(aside, "w", encoding="utf-8", opener=private_opener) as stream:
             json.dump(self._mark_of(applying=applying), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
         aside.replace(self._folder / "state.json")
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _places(header: Header) -> Iterator[tuple[str | None, TensorSpec, int]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,3 +87,10 @@ def terminal(folder: Path, environment: Mapping[str, str]) -> Iterator[Terminal]
         process.wait(timeout=10)
         guard.communicate("done\n")
         assert not left
+
+
+def own_ports(study: Path, nodes: Sequence[str], ports: Sequence[int]) -> None:
+    """Give each node's processes a free port of this machine, which they share here."""
+    for name, port in zip(nodes, ports, strict=False):
+        settings = study / "nodes" / name / "settings.env"
+        settings.write_text(re.sub(r"(?<=RUNTIME_PORT=)\d+", str(port), settings.read_text()))

@@ -18,7 +18,7 @@ from fedapps.deploy.folder import read_certificate, read_tls_key
 from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.processes import free_ports
 
-from .terminal import Terminal, terminal
+from .terminal import Terminal, own_ports, terminal
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
 INIT, SERVER, LAPTOP, DATA, NODES, CHECK, CHECK_NODE, FEDPM, FEDCLUP = re.findall(
@@ -72,12 +72,6 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
         shell.run(SERVER + "until fedapps deploy check study | grep expired; do sleep 1; done")
         for command in ("fedapps deploy check study", f"fedapps run --superlink study {OPTIONS}"):
             assert re.search(r"one that has expired on .*fedapps deploy renew", shell.run(command, code=1))
-
-
-def own_ports(study: Path, nodes: Sequence[str], ports: Sequence[int]) -> None:
-    for name, port in zip(nodes, ports, strict=False):
-        settings = study / "nodes" / name / "settings.env"
-        settings.write_text(re.sub(r"(?<=RUNTIME_PORT=)\d+", str(port), settings.read_text()))
 
 
 def rows_of(path: Path) -> int:

@@ -19,8 +19,6 @@ from fedapps.results.summary import RunStatus
 from fedapps.settings import flatten
 from fedapps.simulation.launcher import run_on_superlink
 from fedapps.simulation.start import Engine, Start, start
-from fedapps.zeroth_order.journal import Journal
-from fedapps.zeroth_order.store import Store
 
 from . import runs
 from .deployment import Deployment, loopback_deployment
@@ -52,29 +50,6 @@ def test_two_workers_of_the_simulation_write_the_journal_of_one_process(tmp_path
     assert replayed.fingerprint == other.fingerprint
     written = write_replayed(replayed, tmp_path / "replayed").read_bytes()
     assert written == folder.model_path.read_bytes() == inprocess.folder.model_path.read_bytes()
-
-
-def test_a_killed_node_goes_on_from_its_store(tmp_path: Path) -> None:
-    """Two SuperNodes; one is killed after two rounds, and a new one with its state folder takes its place."""
-    config = {**DIGITS, "num-server-rounds": 3, "hiso.fingerprint-every": 3, "run-dir": str(tmp_path / "run")}
-    inprocess = runs.short_run(tmp_path / "inprocess", config, 2)
-    with loopback_deployment(2, tmp_path) as place:
-        run_in(place, {**config, "num-server-rounds": 2})
-        before = replica_round(tmp_path / "run", tmp_path / "state-1")
-        for session in place.nodes[1].sessions:
-            os.killpg(session, signal.SIGKILL)
-        with place.another_node(1, tmp_path / "restarted.log"):
-            run_in(place, {**config, "resume": True})
-    folder = RunFolder.open(tmp_path / "run")
-    assert folder.journal_path.read_bytes() == inprocess.folder.journal_path.read_bytes()
-    assert folder.model_path.read_bytes() == inprocess.folder.model_path.read_bytes()
-    assert verify(folder.journal_path, folder.initial_path) == [3]
-    rows = [row for row in folder.read_metrics() if row["phase"] == "train"]
-    assert [(row["folded"], row["rebuilt"], row["resent"]) for row in rows] == [([0, 1], 0, 0)] * 3
-    # Round 2 was measured on the state of round 1; of the state after round 3 both nodes named the fingerprint.
-    assert before == 1
-    assert [replica_round(tmp_path / "run", tmp_path / f"state-{partition}") for partition in (0, 1)] == [3, 3]
-    assert "starting from the base model" not in (tmp_path / "restarted.log").read_text()
 
 
 def test_a_node_with_a_resident_worker_writes_the_journal_of_one_process(tmp_path: Path, own_module: str) -> None:
@@ -116,16 +91,6 @@ def test_a_node_with_a_resident_worker_writes_the_journal_of_one_process(tmp_pat
         time.sleep(0.1)
     else:
         pytest.fail("the worker outlives its node")
-
-
-def replica_round(run: Path, state: Path) -> int:
-    """The round of a node's replica; its state is the journal's at that round."""
-    journal = Journal.read(run / "journal.jsonl")
-    [folder] = (state / "replicas").iterdir()
-    with Store(folder, journal.header, lambda: {}) as store:
-        expected = replay(run / "journal.jsonl", run / "initial.safetensors", store.replica.round)
-        assert store.replica.fingerprint() == expected.fingerprint
-        return store.replica.round
 
 
 def run_in(place: Deployment, config: dict[str, Any], **how: Any) -> None:

@@ -43,9 +43,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from fedapps_stores import replica_round
 from simulation import runs
 from simulation.deployment import kill, start_again
-from simulation.test_scalar_engines import replica_round
 
 from fedapps.errors import LaunchError
 from fedapps.results.run_folder import RunFolder

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="parameters as torch tensors")
 
 import torch
 
-from fedapps.zeroth_order import dispatch, rules
+from fedapps.zeroth_order import backend_reference, dispatch, rules
 from fedapps.zeroth_order.directions import Distribution, direction
 from fedapps.zeroth_order.dispatch import apply_rounds, kernel_checksum, kernel_name, perturb
 from fedapps.zeroth_order.errors import DirectionError
@@ -243,6 +243,24 @@ def test_a_rule_of_ones_own_runs_on_the_reference(monkeypatch: pytest.MonkeyPatc
     expected = displace(theta, state, Scheme(5, "own"), offset=2, steps=[LocalStep(1, (1.0,), 0.1)], probe=PROBE)
     np.testing.assert_array_equal(point, expected)
     assert theta.any()
+
+
+def test_a_method_that_shares_a_rule_shares_its_compiled_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "own", RULES["hiso"])
+    monkeypatch.setattr(backend_reference, "apply", None)
+    monkeypatch.setattr(backend_reference, "displace", None)
+    kept = []
+    for method in ("hiso", "own"):
+        theta, state = np.zeros(300, np.float32), {"H": np.ones(300, np.float32)}
+        apply_rounds(theta, state, [RECORD], Scheme(5, method), offset=2)
+        kept.append(
+            (
+                theta.tobytes(),
+                state["H"].tobytes(),
+                np.asarray(perturb(theta, state, Scheme(5, method), probe=PROBE)).tobytes(),
+            )
+        )
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize(
