@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fedapps_stores import replica_round
 
 from fedapps.results.run_folder import RunFolder
 from fedapps.simulation.processes import free_ports
 
+from ..helpers.fedapps_stores import replica_round
 from .terminal import Terminal, own_ports, terminal
 
 ROWS = {"site-1": 30, "site-2": 45, "site-3": 60}
@@ -41,7 +41,7 @@ def test_three_nodes_train_with_three_methods_and_a_killed_one_comes_back(tmp_pa
         for name, rows in ROWS.items():
             write_table(study / "nodes" / name / "data" / "own.csv", rows, seed=rows)
             with (study / "nodes" / name / "node.toml").open("a") as file:
-                file.write("task-options = 'file = \"own.csv\"'\n")
+                file.write("task-options = 'file = \"own.csv\"'\nresident-worker = true\n")
             shell.run(f"study/nodes/{name}/start.sh > {name}.log 2>&1 &")
         shell.run('until [ "$(fedapps deploy check study | grep -c online,)" = 3 ]; do sleep 1; done')
 
@@ -52,8 +52,8 @@ def test_three_nodes_train_with_three_methods_and_a_killed_one_comes_back(tmp_pa
         for name in ROWS:
             assert list((study / "nodes" / name / "state").rglob("round-2.safetensors")), name
 
-        shell.run(f"({command('hiso', 'table-net', ROUNDS, **{'round-timeout': 20.0})}) > hiso.log 2>&1 & hiso=$!")
-        shell.run("until grep -q ' round 1/' hiso.log; do sleep 0.1; done")
+        shell.run(f"({command('hiso', 'table-net', ROUNDS, **{'round-timeout': 30.0})}) > hiso.log 2>&1 & hiso=$!")
+        shell.run("""until grep -qs '"train"' runs/*-hiso-*/metrics.jsonl; do sleep 0.1; done""")
         kill_node(study / "nodes" / "site-2")
         shell.run("wait $hiso")
         folder = folder_of(tmp_path, "hiso", "table-net")
