@@ -19,7 +19,7 @@ from ..helpers.fedapps_stores import replica_round
 from .terminal import Terminal, own_ports, terminal
 
 ROWS = {"site-1": 30, "site-2": 45, "site-3": 60}
-ROUNDS = 14
+ROUNDS = 11
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +79,7 @@ def write_table(path: Path, rows: int, seed: int) -> None:
 
 def command(method: str, task: str, rounds: int, **settings: Any) -> str:
     """Write the command of a run of all three nodes."""
-    own = {"task-options": "label = 'kind'", "min-available-nodes": len(ROWS), **settings}
+    own = {"task-options": "label = 'kind'", "min-available-nodes": len(ROWS), "client-evaluation": "none", **settings}
     sets = " ".join("--set " + shlex.quote(f"{key}={value!r}") for key, value in own.items())
     return f"fedapps run --superlink study --method {method} --task {task} --rounds {rounds} --out runs {sets}"
 
