@@ -118,11 +118,11 @@ def test_nodes_come_and_go_and_a_resume_knows_them(tmp_path: Path, files: list[P
     """Node b leaves before round 2 and returns for round 4, c comes in round 3; their personal models are found again."""
     nodes = [own_file(path, name) for path, name in zip(files, "abc", strict=True)]
     config = {**CONVEX, "method": "ditto", "lr": 0.1, "num-server-rounds": 6}
-    there = ["ab", "ab", "a", "ac", "abc"]
+    there = ["ab"] * 3 + ["a", "ac", "abc"]
     first = own_run(tmp_path / "run", {**config, "num-server-rounds": 4}, nodes, there)
     for key in ("sampled", "folded"):
         assert [row[key] for row in first.rows("train")] == [[0, 1], [0], [0, 2], [0, 1, 2]]
-    resumed = own_run(tmp_path / "run", {**config, "resume": True}, nodes[::-1], ["cb", "cb", "abc"])
+    resumed = own_run(tmp_path / "run", {**config, "resume": True}, nodes[::-1], ["cb", "cb", "cb", "abc"])
     assert [row["folded"] for row in resumed.rows("train")][4:] == [[1, 2], [0, 1, 2]]
     checkpoint = resumed.folder.load_checkpoint()
     assert checkpoint.roster["names"] == ["a", "b", "c"]
