@@ -136,7 +136,7 @@ def test_nodes_come_and_go_and_a_resume_knows_them(tmp_path: Path, files: list[P
 @pytest.mark.parametrize("method", ["fednl", "scaffold", "fedclup"])
 def test_a_method_that_sums_over_all_clients_takes_no_newcomer(tmp_path: Path, files: list[Path], method: str) -> None:
     nodes = [own_file(path, name) for path, name in zip(files, "abc", strict=True)]
-    run = own_run(tmp_path / "run", {**CONVEX, "method": method, "lr": 0.1}, nodes, ["ab", "ab", "abc"])
+    run = own_run(tmp_path / "run", {**CONVEX, "method": method, "lr": 0.1}, nodes, ["ab", "ab", "ab", "abc"])
     assert [row["folded"] for row in run.rows("train")] == [[0, 1]] * 3
 
 
