@@ -147,7 +147,10 @@ class RoundSettings(SettingsModel):
     round_timeout: float = setting(3600.0, "seconds that a round waits for replies", gt=0)
     node_wait: float = setting(120.0, "seconds to wait at the start for all clients to connect", ge=0)
     min_available_nodes: int = setting(
-        2, "nodes with data of their own that must be there before the first round; more may come later", ge=1
+        2,
+        "nodes that must be there before the first round, where each has data of its own or none is asked who it is; more may "
+        "come later",
+        ge=1,
     )
     max_consecutive_failed_rounds: int = setting(3, "rounds below the quorum in a row that end the run", ge=1)
     second_node: Literal["used", "refused"] = setting(
@@ -187,7 +190,7 @@ class RoundSettings(SettingsModel):
         """
         return math.ceil(self.min_replies * num_sampled) if self.min_replies < 1 else int(self.min_replies)
 
-    def weight(self, num_examples: int) -> float:
+    def weight(self, num_examples: float) -> float:
         """Give the weight of a reply, up to the common factor that renormalisation cancels.
 
         Args:

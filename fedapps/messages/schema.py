@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -223,7 +224,8 @@ class Reply:
 
     Attributes:
         partition: Partition id of the client.
-        num_examples: Examples that it trained on, at least 1; 0 in an answer to a follow-up.
+        num_examples: Examples that it trained on, at least 1, or what it is weighted by in their place; 0 in an answer to a
+            follow-up.
         metrics: Its scalar metrics, without ``num-examples``.
         arrays: Trainable tensors after local training, by name.
         buffers: Buffers after local training, by name.
@@ -232,7 +234,7 @@ class Reply:
     """
 
     partition: int
-    num_examples: int
+    num_examples: float
     metrics: dict[str, float]
     arrays: Arrays = field(default_factory=dict)
     buffers: Arrays = field(default_factory=dict)
@@ -256,7 +258,14 @@ Announced: TypeAlias = Mapping[str, "Arrays | None"]
 where the method checks the shapes itself."""
 
 
-def read_reply(content: RecordDict, partition: int, announced: Announced, *, follow_up: bool = False) -> Reply:
+def read_reply(
+    content: RecordDict,
+    partition: int,
+    announced: Announced,
+    *,
+    follow_up: bool = False,
+    weighted_by: str = NUM_EXAMPLES,
+) -> Reply:
     """Read a train reply, and check what every one must fulfil, whatever the method.
 
     Args:
@@ -264,6 +273,7 @@ def read_reply(content: RecordDict, partition: int, announced: Announced, *, fol
         partition: Partition id of the client.
         announced: The records of arrays that it may hold.
         follow_up: Whether it answers a further exchange of the round, and need hold neither metrics nor tensors.
+        weighted_by: Metric that stands for the number of examples; another one may be any positive number.
 
     Returns:
         The checked reply.
@@ -273,8 +283,8 @@ def read_reply(content: RecordDict, partition: int, announced: Announced, *, fol
             shape or dtype, or a value that is not finite.
     """
     where = f"client {partition}"
-    metrics = read_metrics(content, where)
-    num_examples = 0 if follow_up else _num_examples(content, where)
+    metrics = read_metrics(content, where, weighted_by)
+    num_examples = 0 if follow_up else _num_examples(content, where, weighted_by)
     if not follow_up and not isinstance(content.get(ARRAYS), ArrayRecord):
         raise missing_record(where, ARRAYS, "ArrayRecord", content)
     records = {}
@@ -301,30 +311,31 @@ def read_reply(content: RecordDict, partition: int, announced: Announced, *, fol
     return Reply(partition, num_examples, metrics, arrays, buffers, records, entries)
 
 
-def _num_examples(content: RecordDict, where: str) -> int:
+def _num_examples(content: RecordDict, where: str, key: str) -> float:
     record = content.get(METRICS)
     if not isinstance(record, MetricRecord):
         raise missing_record(where, METRICS, "MetricRecord", content)
-    num_examples = record.get(NUM_EXAMPLES)
-    if not isinstance(num_examples, int) or num_examples <= 0:
+    num_examples, whole = record.get(key), key == NUM_EXAMPLES
+    if not isinstance(num_examples, int if whole else int | float) or not 0 < num_examples < math.inf:
         raise MessageError(
-            f"{where}, metric '{NUM_EXAMPLES}'",
-            expected="a positive integer",
+            f"{where}, metric '{key}'",
+            expected="a positive integer" if whole else "a positive number (weighted_by_key)",
             got=repr(num_examples),
             do="report how many examples were trained on; a client without data has nothing to add",
         )
     return num_examples
 
 
-def read_metrics(content: RecordDict, where: str) -> dict[str, float]:
+def read_metrics(content: RecordDict, where: str, weighted_by: str = NUM_EXAMPLES) -> dict[str, float]:
     """Read a reply's metrics.
 
     Args:
         content: The content of the reply.
         where: Whose reply it is, for errors.
+        weighted_by: Metric that stands for the number of examples.
 
     Returns:
-        Name -> value, without the number of examples; nothing where there is no such record.
+        Name -> value, without that one; nothing where there is no such record.
 
     Raises:
         MessageError: There are more than `MOST_METRICS`, or a name is longer than `LONGEST_NAME`.
@@ -338,7 +349,7 @@ def read_metrics(content: RecordDict, where: str) -> dict[str, float]:
             got=f"{len(held)} metrics, the longest name of {max(map(len, held))} characters",
         )
     return {
-        name: float(value) for name, value in held.items() if name != NUM_EXAMPLES and isinstance(value, int | float)
+        name: float(value) for name, value in held.items() if name != weighted_by and isinstance(value, int | float)
     }
 
 

@@ -36,7 +36,7 @@ class LocalFit:
         MessageError: A number is not finite or negative.
     """
 
-    num_examples: int  # ``n_i``, at least 1
+    num_examples: float  # ``n_i``, at least 1
     distance2: float  # ``|v_i - w|^2`` to the received ``w``
     noise: float  # ``q_i``, the expected ``|v_i - E v_i|^2``
     variance: float  # ``s_i^2``

@@ -163,7 +163,9 @@ def add_metrics(row: Row, metrics: Mapping[str, Any]) -> Row:
     return row | {f"metric-{name}" if name in taken else name: value for name, value in metrics.items()}
 
 
-def client_statistics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, int]) -> dict[str, float]:
+def client_statistics(
+    metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, float]
+) -> dict[str, float]:
     """Describe the clients' metrics for a row of ``metrics.jsonl``.
 
     Args:

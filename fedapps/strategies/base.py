@@ -50,9 +50,13 @@ from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.exchange import exchange, is_remote
 from fedapps.strategies.roster import Roster
 from fedapps.strategies.rounds import FollowUp, Rounds, last_line, sample_partitions
+from fedapps.strategies.words import read_words
 from fedapps.tasks.base import Task
 
 logger = getLogger("flwr")
+
+EVALUATION_STREAM = 1
+"""Of the samples of evaluation, which have nothing to do with those of training."""
 
 ACTOR_DIED = 0
 """Flower's error code for a client whose worker process died; the simulation engine never replaces that worker."""
@@ -103,14 +107,19 @@ class RoundStrategy(Strategy):
     """Flower's strategy hooks, around the calls of a method.
 
     Args:
-        settings: Sampling, weights, quorum, failure policy, limits; the defaults if left out.
-        num_clients: Number of clients where the nodes cannot say it, since their ClientApp has no query handler; 0 = as many
-            as are online, at least two.
-        evaluate_clients: Whether clients evaluate the model after each round.
+        settings: Sampling, weights, quorum, failure policy, limits, as one object.
+        **words: In place of it any of its fields, such as ``seed`` and ``min_replies``, and in any case the words of Flower's
+            own strategies with their meaning there (`fedapps.strategies.words.FlowerWords`): ``fraction_evaluate``,
+            ``min_train_nodes``, ``weighted_by_key`` and so on. ``handshake=True`` asks nodes who they are, by a query.
+
+    Without a handshake, which only a ClientApp with a query handler can answer, clients are numbered by the ids of their nodes,
+    and those that come after the first round get the next numbers. Flower gives a node that is started anew a new id: it is a
+    new client then, of which the strategy knows nothing, and a method that sums over all clients refuses it. Such a method
+    asks for the handshake of itself where clients weigh as many examples as they have; not with ``weighting="uniform"``.
 
     Attributes:
-        settings: As given.
-        evaluate_clients: As given.
+        settings: How rounds run.
+        words: Flower's words.
         rounds: The rounds, with the report of the last one.
         roster: The nodes by partition.
         trainable: Names of the trainable tensors, as the task says; None where there is no task to ask.
@@ -121,22 +130,28 @@ class RoundStrategy(Strategy):
     takes_newcomers: ClassVar[bool] = True
     """Whether a node with data of its own may join after the first round; not where the server sums over all clients."""
 
-    def __init__(
-        self, settings: RoundSettings | None = None, *, num_clients: int = 0, evaluate_clients: bool = True
-    ) -> None:
-        self.settings = settings or RoundSettings()
-        self.num_clients = num_clients
-        self.evaluate_clients = evaluate_clients
+    def __init__(self, settings: RoundSettings | None = None, **words: Any) -> None:
+        self.settings, self.words = read_words(type(self), settings, words)
+        needs_facts = not self.takes_newcomers and self.settings.weighting == "examples"
         self.roster = Roster(
             node_wait=self.settings.node_wait,
-            num_clients=num_clients,
+            num_clients=self.least_nodes,
             timeout=self.settings.round_timeout,
             first_stays=self.settings.second_node == "refused",
+            asks=self.words.handshake or needs_facts,
         )
+        self.roster.newcomers = self.takes_newcomers
         self.rounds = Rounds(self, self.settings)
         self.trainable: frozenset[str] | None = None
         self._noted: set[str] = set()
         self._phase: _Phase | None = None
+        # Partition -> content of its last reply, for functions of one's own that summarise metrics.
+        self._contents: dict[int, RecordDict] = {}
+
+    @property
+    def least_nodes(self) -> int:
+        """The nodes that must be there before the first round."""
+        return max(self.settings.min_available_nodes, self.words.least_nodes)
 
     @classmethod
     def from_settings(cls, settings: Settings, experiment: str) -> Self:
@@ -150,11 +165,8 @@ class RoundStrategy(Strategy):
             The strategy.
         """
         evaluate = settings.client_evaluation != "none" or settings.exports
-        own_data = settings.partition == "local"
-        wanted = {"num_clients": settings.min_available_nodes} if own_data else {}
-        strategy = cls(settings, evaluate_clients=evaluate, **wanted, **cls.own_arguments(settings))
+        strategy = cls(settings, fraction_evaluate=float(evaluate), handshake=True, **cls.own_arguments(settings))
         strategy.roster.method, strategy.roster.experiment = settings.method, experiment
-        strategy.roster.newcomers = cls.takes_newcomers
         return strategy
 
     @classmethod
@@ -218,10 +230,35 @@ class RoundStrategy(Strategy):
             Partition ids, ascending: a seeded sample of ``fraction_train`` of them; where nodes have data of their own and
             come and go, of those that are there.
         """
-        settings, roster = self.settings, self.roster
-        clients = range(roster.num_partitions) if roster.task is None else sorted(roster.node_of)
-        places = sample_partitions(settings.seed, server_round, len(clients), settings.fraction_train)
-        return [clients[place] for place in places]
+        roster = self.roster
+        clients = range(roster.num_partitions) if roster.fixed else sorted(roster.node_of)
+        return [clients[place] for place in self.places(MessageType.TRAIN, server_round, len(clients))]
+
+    def places(self, kind: str, server_round: int, num_clients: int) -> list[int]:
+        """Draw the clients of a training or an evaluation, by their places among those that there are.
+
+        Args:
+            kind: Flower's type of message: train or evaluate.
+            server_round: The round.
+            num_clients: How many there are.
+
+        Returns:
+            Their places, ascending.
+
+        Raises:
+            RosterError: There are fewer than the least number.
+        """
+        settings, words, train = self.settings, self.words, kind == MessageType.TRAIN
+        if not (words.trains if train else words.fraction_evaluate):
+            return []
+        return sample_partitions(
+            settings.seed,
+            server_round,
+            num_clients,
+            settings.fraction_train if train else words.fraction_evaluate,
+            least=words.min_train_nodes if train else words.min_evaluate_nodes,
+            stream=0 if train else EVALUATION_STREAM,
+        )
 
     def records_for(self, partition: int, through: int, model: Arrays) -> Records:
         """Say what one client receives.
@@ -279,6 +316,8 @@ class RoundStrategy(Strategy):
             RosterError: The client's node did not tell its number of examples.
         """
         facts = self.roster.facts
+        if not facts and self.settings.weighting == "uniform":
+            return 1.0 / self.roster.num_partitions
         if partition not in facts:
             raise RosterError(
                 f"{type(self).__name__}, weights of the clients",
@@ -356,6 +395,8 @@ class RoundStrategy(Strategy):
             TaskError: The method cannot train the model.
             MessageError: A message is larger than ``max_message_mb``.
         """
+        if not self.words.trains:
+            return []
         self.roster.refresh(grid)
         phase = self._begin_phase(MessageType.TRAIN, server_round, server_round - 1, arrays, config, grid)
         self.check_model(phase.model)
@@ -388,7 +429,7 @@ class RoundStrategy(Strategy):
             **self._own_data_entries(partition),
             **records.get(CONFIG, {}),
         }
-        content = pack({**records, CONFIG: config}, phase.packed)
+        content = self.words.outward(pack({**records, CONFIG: config}, phase.packed))
         check_size(content, self.settings.max_message_mb)
         phase.messages[partition] = Message(
             content,
@@ -414,6 +455,8 @@ class RoundStrategy(Strategy):
         Raises:
             RoundFailedError: As the failure policy says.
         """
+        if not self.words.trains:
+            return None, None
         self.take_replies(replies)
         arrays = self.rounds.end()
         if arrays is None:
@@ -472,9 +515,18 @@ class RoundStrategy(Strategy):
         Raises:
             RoundFailedError: It is refused and the policy is ``fail-fast``.
         """
+        announced, words = self.announced(model), self.words
+        if words.train_metrics_aggr_fn and not self.rounds.is_follow_up:
+            self._contents[partition] = content
         try:
             # Refused before it can wait for its turn: a bad reply costs no memory.
-            reply = read_reply(content, partition, self.announced(model), follow_up=self.rounds.is_follow_up)
+            reply = read_reply(
+                words.inward(content, announced),
+                partition,
+                announced,
+                follow_up=self.rounds.is_follow_up,
+                weighted_by=words.weighted_by_key,
+            )
             self._check_examples(reply)
         except MessageError as problem:
             self.rounds.receive(partition, None, str(problem))
@@ -484,7 +536,8 @@ class RoundStrategy(Strategy):
     def _check_examples(self, reply: Reply) -> None:
         """Refuse a weight that is not what the client's node told in the handshake."""
         facts = self.roster.facts.get(reply.partition)
-        if facts is not None and not self.rounds.is_follow_up and reply.num_examples != facts.num_examples:
+        told = facts is not None and self.words.weighted_by_key == NUM_EXAMPLES
+        if facts and told and not self.rounds.is_follow_up and reply.num_examples != facts.num_examples:
             raise MessageError(
                 f"{reply.where}, metric '{NUM_EXAMPLES}'",
                 expected=f"the {facts.num_examples} examples that its node told",
@@ -520,19 +573,29 @@ class RoundStrategy(Strategy):
         """Average the clients' metrics of the last round, weighted by their number of examples.
 
         Returns:
-            Means of the metrics that every client reported.
+            Means of the metrics that every client reported, or what ``train_metrics_aggr_fn`` makes of the folded replies.
         """
+        if function := self.words.train_metrics_aggr_fn:
+            return function([self._contents[p] for p in sorted(self.rounds.report.folded)], self.words.weighted_by_key)
         return mean_metrics(self.rounds.report.metrics, self.rounds.report.num_examples)
 
     @override
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Compose a message to every client that has a node; none without ``evaluate_clients``."""
-        if not self.evaluate_clients:
+        """Compose a message to every client that has a node, or to ``fraction_evaluate`` of them.
+
+        Raises:
+            RosterError: Clients are missing.
+            MessageError: A message is larger than ``max_message_mb``.
+        """
+        if not self.words.fraction_evaluate:
             return []
+        if not self.words.trains:
+            self.roster.refresh(grid)
         phase = self._begin_phase(MessageType.EVALUATE, server_round, server_round, arrays, config, grid)
-        for partition in sorted(self.roster.node_of):
+        clients = sorted(self.roster.node_of)
+        for partition in (clients[p] for p in self.places(MessageType.EVALUATE, server_round, len(clients))):
             self._address(phase, partition, self.records_for(partition, server_round, phase.model))
         return list(phase.messages.values())
 
@@ -540,9 +603,11 @@ class RoundStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' evaluation metrics, weighted by their number of examples; None without a usable reply."""
         metrics, num_examples = self.evaluation_results(replies)
+        if metrics and (function := self.words.evaluate_metrics_aggr_fn):
+            return function([self._contents[p] for p in metrics], self.words.weighted_by_key)
         return mean_metrics(metrics, num_examples) if metrics else None
 
-    def evaluation_results(self, replies: Iterable[Message]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
+    def evaluation_results(self, replies: Iterable[Message]) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
         """Sort evaluation replies by partition; clients that ask again get their message once more.
 
         Args:
@@ -551,7 +616,7 @@ class RoundStrategy(Strategy):
         Returns:
             Partition -> metrics, and partition -> number of examples, for clients that have test data.
         """
-        found: dict[int, tuple[dict[str, float], int]] = {}
+        found: dict[int, tuple[dict[str, float], float]] = {}
         for reply in replies:
             self._take_evaluation(reply, found)
         phase = self._phase
@@ -561,7 +626,7 @@ class RoundStrategy(Strategy):
         ordered = sorted(found.items())
         return {p: metrics for p, (metrics, _) in ordered}, {p: count for p, (_, count) in ordered}
 
-    def _take_evaluation(self, reply: Message, found: dict[int, tuple[dict[str, float], int]]) -> None:
+    def _take_evaluation(self, reply: Message, found: dict[int, tuple[dict[str, float], float]]) -> None:
         partition = self.roster.partition_of(reply.metadata.src_node_id)
         if partition is None or reply.has_error():
             reason = last_line(reply.error.reason or "") if reply.has_error() else "unknown node"
@@ -573,14 +638,18 @@ class RoundStrategy(Strategy):
         if lacks := self.asks_again(partition, reply.content):
             self.rounds.note(f"client {partition} was not measured: it lacks {lacks}")
             return
+        key = self.words.weighted_by_key
+        if self.words.evaluate_metrics_aggr_fn:
+            self._contents[partition] = reply.content
+        content = self.words.inward(reply.content, {})
         try:
-            metrics = read_metrics(reply.content, f"client {partition}")
+            metrics = read_metrics(content, f"client {partition}", key)
         except MessageError as problem:
             logger.error("evaluation: %s", problem)
             return
-        record = reply.content.get(METRICS)
-        count = record.get(NUM_EXAMPLES, 0) if isinstance(record, MetricRecord) else 0
-        if isinstance(count, int) and count > 0:
+        record = content.get(METRICS)
+        count = record.get(key, 0) if isinstance(record, MetricRecord) else 0
+        if isinstance(count, int if key == NUM_EXAMPLES else int | float) and count > 0:
             found[partition] = (metrics, count)
 
     @override
@@ -612,7 +681,7 @@ def lr_of(config: ConfigRecord) -> float:
     return float(lr)
 
 
-def mean_metrics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, int]) -> MetricRecord:
+def mean_metrics(metrics: Mapping[int, Mapping[str, float]], num_examples: Mapping[int, float]) -> MetricRecord:
     """Average metrics over clients, weighted by their number of examples.
 
     Args:

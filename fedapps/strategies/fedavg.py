@@ -33,6 +33,7 @@ from fedapps.messages.schema import (
 )
 from fedapps.settings import RoundSettings
 from fedapps.strategies.base import RoundStrategy
+from fedapps.strategies.words import own_words
 
 logger = getLogger("flwr")
 
@@ -49,9 +50,7 @@ class FlowerStrategy(RoundStrategy):
 
     Args:
         settings: As `RoundStrategy`.
-        num_clients: As `RoundStrategy`.
-        evaluate_clients: As `RoundStrategy`.
-        **flower: Arguments of Flower's strategy, by its own names.
+        **words: As `RoundStrategy`, and the further arguments of Flower's strategy, by its own names.
 
     Attributes:
         flower: Flower's strategy.
@@ -60,15 +59,10 @@ class FlowerStrategy(RoundStrategy):
     FLOWER: ClassVar[type[FlowerFedAvg]] = FlowerFedAvg
     """Flower's class."""
 
-    def __init__(
-        self,
-        settings: RoundSettings | None = None,
-        *,
-        num_clients: int = 0,
-        evaluate_clients: bool = True,
-        **flower: Any,
-    ) -> None:
-        super().__init__(settings, num_clients=num_clients, evaluate_clients=evaluate_clients)
+    def __init__(self, settings: RoundSettings | None = None, **words: Any) -> None:
+        further = own_words(self.FLOWER) - own_words(FlowerFedAvg)
+        flower = {word: value for word, value in words.items() if word in further}
+        super().__init__(settings, **{word: value for word, value in words.items() if word not in further})
         self.flower: Any = self.FLOWER(**flower)
         self._arguments = flower
 

@@ -81,7 +81,7 @@ class HiSo(RoundStrategy):
         tau: int = 1,
         **rounds: Any,
     ) -> None:
-        super().__init__(settings or RoundSettings(weighting="uniform"), **rounds)
+        super().__init__(settings, **(rounds if settings else {"weighting": "uniform", **rounds}))
         if tau < 1:
             raise SettingsError(
                 "setting 'local-steps'",

@@ -12,7 +12,7 @@ from logging import getLogger
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MessageType, MetricRecord, RecordDict
 from flwr.common import (
     EvaluateIns,
     EvaluateRes,
@@ -32,7 +32,6 @@ from typing_extensions import override
 from fedapps.errors import MessageError, RosterError
 from fedapps.messages.schema import METRICS, NUM_EXAMPLES, SERVER_ROUND, Arrays, pack_arrays
 from fedapps.strategies.base import RoundStrategy, mean_metrics
-from fedapps.strategies.rounds import sample_partitions
 
 logger = getLogger("flwr")
 
@@ -136,8 +135,9 @@ class LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Sample clients and send them the model."""
         clients = self._clients(client_manager)
-        settings = self.strategy.settings
-        sampled = sample_partitions(settings.seed, server_round, len(clients), settings.fraction_train)
+        sampled = self.strategy.places(MessageType.TRAIN, server_round, len(clients))
+        if not sampled:
+            return []
         self._take(parameters)
         self.strategy.check_model(self._arrays)
         self.strategy.rounds.begin(server_round, self._arrays, sampled)
@@ -145,7 +145,7 @@ class LegacyStrategy(Strategy):
         return [(clients[i], FitIns(parameters, {**config, SERVER_ROUND: server_round})) for i in sampled]
 
     def _clients(self, client_manager: ClientManager) -> list[ClientProxy]:
-        wanted, node_wait = self.strategy.num_clients or 2, self.strategy.settings.node_wait
+        wanted, node_wait = self.strategy.least_nodes, self.strategy.settings.node_wait
         if not client_manager.wait_for(wanted, timeout=int(node_wait)):
             raise RosterError(
                 "clients",
@@ -169,6 +169,8 @@ class LegacyStrategy(Strategy):
         failures: list[tuple[ClientProxy, FitRes] | BaseException],
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
         """Fold the clients' results with the strategy: for FedPM this is preconditioned mixing."""
+        if not self.strategy.words.trains:
+            return None, {}
         for client, result in results:
             self._receive(client, result)
         for failure in failures:
@@ -199,10 +201,12 @@ class LegacyStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Ask every client to evaluate the model, unless ``evaluate_clients`` is off."""
-        if not self.strategy.evaluate_clients:
+        """Ask clients to evaluate the model: all of them, or ``fraction_evaluate``."""
+        if not self.strategy.words.fraction_evaluate:
             return []
-        return [(c, EvaluateIns(parameters, {SERVER_ROUND: server_round})) for c in self._clients(client_manager)]
+        clients = self._clients(client_manager)
+        sampled = self.strategy.places(MessageType.EVALUATE, server_round, len(clients))
+        return [(clients[i], EvaluateIns(parameters, {SERVER_ROUND: server_round})) for i in sampled]
 
     @override
     def aggregate_evaluate(

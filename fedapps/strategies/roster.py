@@ -87,9 +87,11 @@ class Roster:
 
     Args:
         node_wait: Seconds to wait for all partitions to be there.
-        num_clients: Number of clients if the nodes cannot say it; 0 = as many as are online, at least two.
+        num_clients: Least number of clients before round 1, where the nodes do not say how many there are.
         timeout: Seconds to wait for the answers to a query; at most `node_wait` or `LEAST_QUERY_WAIT`, since a node that does
             not answer holds up the others.
+        asks: Whether nodes are asked who they are. Of those that are not, the first are numbered by their ids, and each later
+            one gets the next number.
         first_stays: Whether, of two nodes for one partition, the first stays. Where nodes have keys the first key always does.
 
     Attributes:
@@ -103,13 +105,18 @@ class Roster:
         own_layout: What the agreed model preconditions, in place of what nodes say.
     """
 
-    def __init__(self, *, node_wait: float, num_clients: int, timeout: float, first_stays: bool = False) -> None:
+    def __init__(
+        self, *, node_wait: float, num_clients: int, timeout: float, first_stays: bool = False, asks: bool = True
+    ) -> None:
         self.method = ""
         self.experiment = ""
         self._node_wait = node_wait
         self._num_clients = num_clients
         self._timeout = min(timeout, max(node_wait, LEAST_QUERY_WAIT))
         self._first_stays = first_stays
+        self.asks = asks
+        # Ids of nodes that are not asked, by number.
+        self._numbered: list[int] = []
         self._misses: Counter[tuple[int, str]] = Counter()
         self._key_of: dict[int, bytes] = {}
         self.kernel = ""
@@ -156,7 +163,8 @@ class Roster:
     def refresh(self, grid: Grid) -> None:
         """Greet new nodes; at the first call wait until every partition has one.
 
-        Of nodes with data of their own as many as are wanted are waited for, and at later calls one.
+        Of nodes with data of their own as many as are wanted are waited for, and at later calls one; of nodes that are not
+        asked, as many as are wanted at every call, as Flower does.
 
         Args:
             grid: Flower's grid.
@@ -168,13 +176,39 @@ class Roster:
         deadline = time.monotonic() + self._node_wait
         while True:
             self._greet_new_nodes(grid)
-            if (self.task is None or self.node_of) if self.num_partitions else self._complete():
+            if self._enough() if self.num_partitions else self._complete():
                 return
             # Where every node was refused at the start, more time brings nothing: the cause is in their answers.
             hopeless = bool(self.refused) and not (self.num_partitions or self.node_of or self._silent)
             if hopeless or time.monotonic() > deadline:
                 raise RosterError(self._what_is_missing())
             time.sleep(NODE_POLL)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the clients are those of the first round, and the others are sampled without looking who is there."""
+        return self.task is None and (self.asks or not self.newcomers)
+
+    def _enough(self) -> bool:
+        if not self.asks:
+            return len(self.node_of) >= self._num_clients
+        return self.task is None or bool(self.node_of)
+
+    def _number(self, online: Iterable[int]) -> None:
+        """Give nodes that are not asked their numbers; those that came before keep theirs."""
+        new = sorted(set(online) - set(self._numbered) - self._silent)
+        if self.num_partitions and not self.newcomers:
+            for node_id in new:
+                self._silent.add(node_id)
+                logger.warning(
+                    "node %d came after the first round, and takes no part: the method sums over all clients", node_id
+                )
+        elif self.num_partitions:
+            self._numbered += new
+            self.num_partitions = len(self._numbered)
+        else:
+            self._numbered = sorted(online)
+        self.node_of = {number: node for number, node in enumerate(self._numbered) if node in online}
 
     def _greet_new_nodes(self, grid: Grid) -> None:
         online = {node.node_id: node for node in grid.get_nodes()}
@@ -184,6 +218,9 @@ class Roster:
                 self._seen = {seen for seen in self._seen if seen[0] != node_id}  # It is asked again when it is back.
                 logger.warning("client %d: its node %d is gone", partition, node_id)
         self._silent &= set(online)
+        if not self.asks:
+            self._number(online)
+            return
         # In order of activation, so that the newer of two nodes for one partition is entered last.
         new = sorted(
             (
@@ -426,6 +463,11 @@ class Roster:
                 return False
             self.num_partitions = len(self.names)
             return True
+        if not self.asks:
+            if not self._enough():
+                return False
+            self.num_partitions = len(self._numbered)
+            return True
         if self.facts:
             expected = next(iter(self.facts.values())).num_partitions
             if len(self.node_of) == expected:
@@ -433,11 +475,10 @@ class Roster:
                 return True
             return False
         # Nobody answers queries: partitions are the places in the sorted list of node ids.
-        wanted = self._num_clients or max(2, len(self._silent))
-        if len(self._silent) == wanted:
+        if len(self._silent) >= self._num_clients:
             self.node_of = dict(enumerate(sorted(self._silent)))
-            self.num_partitions = wanted
-            logger.info("the nodes answer no query: %d nodes are used in the order of their ids", wanted)
+            self.num_partitions = len(self.node_of)
+            logger.info("the nodes answer no query: %d are used in the order of their ids", self.num_partitions)
             return True
         return False
 
@@ -479,9 +520,9 @@ class Roster:
         return (
             explain(
                 "clients",
-                expected=f"{self._num_clients or 'at least 2'} nodes",
-                got=f"{len(self._silent)} usable after {self._node_wait:g} s",
-                do="start more nodes or raise node-wait",
+                expected=f"at least {self._num_clients} nodes",
+                got=f"{len(self._silent if self.asks else self.node_of)} usable after {self._node_wait:g} s",
+                do="start more nodes, raise node-wait or lower min-available-nodes",
             )
             + "."
             + told

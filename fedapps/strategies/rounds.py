@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedapps.defences import Defence, Groups, clip, clip_bounds, coordinatewise, most_common_form, multi_krum, num_liars
-from fedapps.errors import CurvatureError, MessageError, RoundFailedError, SettingsError
+from fedapps.errors import CurvatureError, MessageError, RosterError, RoundFailedError, SettingsError
 from fedapps.messages.schema import STORE_LOST, Arrays, Records, Reply, check_finite
 from fedapps.settings import RoundSettings
 from fedapps.strategies.folding import OrderedFold
@@ -54,7 +54,7 @@ class RoundReport:
     folded: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     left_out: list[int] = field(default_factory=list)
-    num_examples: dict[int, int] = field(default_factory=dict)
+    num_examples: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     accepted: bool = False
     notes: list[str] = field(default_factory=list)
@@ -543,7 +543,9 @@ def _regrouped(reply: Reply, groups: Groups) -> Reply:
     )
 
 
-def sample_partitions(seed: int, server_round: int, num_partitions: int, fraction: float) -> list[int]:
+def sample_partitions(
+    seed: int, server_round: int, num_partitions: int, fraction: float, *, least: int | None = None, stream: int = 0
+) -> list[int]:
     """Sample the clients of a round.
 
     A pure function of its arguments: extra evaluations, other draws and the number of workers do not change it.
@@ -553,14 +555,26 @@ def sample_partitions(seed: int, server_round: int, num_partitions: int, fractio
         server_round: Round, from 1.
         num_partitions: Number of clients ``N``.
         fraction: Share ``C`` to sample; ``max(1, round(C N))`` are.
+        least: Least number ``m`` to sample, as Flower counts: ``max(int(C N), m)`` are.
+        stream: Another number gives samples that have nothing to do with these.
 
     Returns:
         Partition ids in increasing order.
+
+    Raises:
+        RosterError: There are fewer than ``m``.
     """
-    size = max(1, round(fraction * num_partitions))
+    size = max(1, round(fraction * num_partitions)) if least is None else max(int(num_partitions * fraction), least)
+    if size > num_partitions:
+        raise RosterError(
+            f"round {server_round}",
+            expected=f"at least {least} nodes (min_train_nodes, min_evaluate_nodes)",
+            got=str(num_partitions),
+            do="start more nodes, or lower the least number",
+        )
     if size == num_partitions:
         return list(range(num_partitions))
-    generator = np.random.default_rng([seed, server_round])
+    generator = np.random.default_rng([seed, server_round, stream] if stream else [seed, server_round])
     return sorted(int(i) for i in generator.choice(num_partitions, size, replace=False))
 
 

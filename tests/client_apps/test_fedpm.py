@@ -347,7 +347,7 @@ def test_the_snippet_of_the_docs_turns_an_existing_client_into_fedpms(
     caplog.set_level("INFO", "flwr")
     (tmp_path / "shop_client.py").write_text(snippet("In your own client"))
     first = module_arrays(shop.build_model())
-    strategy = FedPM(evaluate_clients=False, num_clients=3)
+    strategy = FedPM(fraction_evaluate=0.0, min_available_nodes=3)
     grid = InProcessGrid(3, {}, client_app="shop_client:app")
     result = strategy.start(grid=grid, initial_arrays=pack_arrays(first), num_rounds=3)
     assert sorted(strategy.rounds.report.num_examples.values()) == [24, 32, 40]
@@ -395,7 +395,7 @@ def test_a_server_that_starts_from_a_state_dict_is_told_how_to_pack_tied_and_fro
     with FoofPreconditioner(model, damping=0.1) as foof:
         model(torch.ones(3, 4)).sum().backward()
         foof.step(lr=0.1)
-    strategy = FedPM(num_clients=1)
+    strategy = FedPM(min_available_nodes=1)
     started = {name: array.numpy() for name, array in sent.items()}
     strategy.rounds.begin(1, started, [0])
     strategy.receive(0, fedpm_reply(foof, model, num_examples=3), started)

@@ -56,7 +56,7 @@ class ScriptedGrid(GridWrapper):
 def seat(strategy: RoundStrategy, clients: int) -> None:
     """Enter nodes for all partitions, as the handshake would."""
     strategy.roster.node_of = {p: FIRST_NODE + p for p in range(clients)}
-    strategy.roster.num_partitions = clients
+    strategy.roster.num_partitions, strategy.roster.asks = clients, True
     strategy.roster.refresh = lambda grid: None  # type: ignore[method-assign]
 
 

@@ -375,7 +375,7 @@ def test_evaluation_leaves_out_who_failed_or_has_no_data_and_averages_the_others
 
 
 def test_without_client_evaluation_nobody_is_asked() -> None:
-    strategy = Sum(evaluate_clients=False)
+    strategy = Sum(fraction_evaluate=0.0)
     seat(strategy, 2)
     assert (
         list(strategy.configure_evaluate(1, pack_arrays(MODEL), ConfigRecord({}), ScriptedGrid(lambda p, m: None)))

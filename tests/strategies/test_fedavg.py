@@ -252,7 +252,7 @@ def test_a_model_in_bfloat16_is_refused_also_under_flowers_own_loop(kind: Any, m
 
 def test_the_config_that_was_given_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """FedProx tells clients that were written for it their mu, in a copy of the config, beside the round's own entries."""
-    config, strategy = ConfigRecord({"lr": 0.1}), FedProx(proximal_mu=0.25)
+    config, strategy = ConfigRecord({"lr": 0.1}), FedProx(proximal_mu=0.25, min_train_nodes=1)
     monkeypatch.setattr(strategy.roster, "refresh", lambda grid: None)
     strategy.roster.node_of, strategy.roster.num_partitions = {0: 5}, 1
     (message,) = strategy.configure_train(1, pack_arrays(start_model()), config, cast(Grid, OnlineNodes()))

@@ -35,7 +35,7 @@ def reply(value: float, layout: Layout | str | None = None) -> RecordDict:
 
 
 def strategy_of(clients: int) -> LocalNewton:
-    strategy = LocalNewton()
+    strategy = LocalNewton(min_train_nodes=1)
     seat(strategy, clients)
     strategy.roster.facts = {
         p: NodeFacts(p, clients, 7, "", "localnewton", "cpu", WHOLE.to_json()) for p in range(clients)

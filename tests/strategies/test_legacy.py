@@ -99,7 +99,7 @@ def test_arrays_without_names_are_refused() -> None:
 
 
 def test_too_few_clients_end_the_wait() -> None:
-    strategy = LegacyStrategy(FedPM(RoundSettings(node_wait=0.0), num_clients=3), MODEL)
+    strategy = LegacyStrategy(FedPM(RoundSettings(node_wait=0.0, min_available_nodes=3)), MODEL)
     with pytest.raises(RosterError, match="expected at least 3, got 2"):
         strategy.configure_fit(1, strategy.initialize_parameters(manager()), manager("a", "b"))
 

@@ -34,7 +34,7 @@ def play(a: str, c: str, start: float, rounds: int, steps: str = STEPS) -> tuple
     """Rounds on `fedapps_quadratics` under Flower's own ``start``, and the model after each."""
     grid = InProcessGrid(len(a.split(",")), {"a": a, "c": c}, client_app="fedapps_quadratics:app")
     strategy = LocalNewton(
-        steps=tuple(float(s) for s in steps.split(",")), num_clients=len(a.split(",")), evaluate_clients=False
+        steps=tuple(float(s) for s in steps.split(",")), min_available_nodes=len(a.split(",")), fraction_evaluate=0.0
     )
     models = []
     strategy.start(
@@ -72,7 +72,7 @@ def test_the_step_of_quadratics_is_that_of_the_closed_form(a: str, c: str, start
 def test_without_candidates_the_full_step_is_taken() -> None:
     """From 0 to the mean 5, which has 16 times the excess loss (see above), and back to it in every round."""
     grid = InProcessGrid(2, {"a": "1,9", "c": "10,0"}, client_app="fedapps_quadratics:app")
-    strategy = LocalNewton(num_clients=2, evaluate_clients=False)
+    strategy = LocalNewton(fraction_evaluate=0.0)
     result = strategy.start(grid=grid, initial_arrays=pack_arrays({"x": np.zeros(1)}), num_rounds=2)
     assert result.arrays["x"].numpy() == 5.0
     assert strategy.rounds.report.values == {}

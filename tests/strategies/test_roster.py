@@ -72,7 +72,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster_module, "NODE_POLL", 0.01)
 
 
-def make_roster(num_clients: int = 0, node_wait: float = 0.05) -> Roster:
+def make_roster(num_clients: int = 2, node_wait: float = 0.05) -> Roster:
     roster = Roster(node_wait=node_wait, num_clients=num_clients, timeout=0.05)
     roster.method, roster.experiment = "fedpm", "e"
     return roster
@@ -167,13 +167,13 @@ def test_a_node_that_does_not_fit_is_refused_with_the_reason(answer: NodeFacts |
 def test_without_query_handlers_nodes_are_used_in_the_order_of_their_ids() -> None:
     roster = refresh(FakeGrid({30: SILENT, 10: SILENT, 20: SILENT}))
     assert roster.node_of == {0: 10, 1: 20, 2: 30}
-    with pytest.raises(RosterError, match=r"expected 4 nodes, got 3 usable after 0\.05 s"):
+    with pytest.raises(RosterError, match=r"expected at least 4 nodes, got 3 usable after 0\.05 s"):
         refresh(FakeGrid({30: SILENT, 10: SILENT, 20: SILENT}), make_roster(num_clients=4))
 
 
 def test_nobody_there_ends_the_wait_with_advice() -> None:
     with pytest.raises(
-        RosterError, match=r"expected at least 2 nodes, got 0 usable.*start more nodes or raise node-wait"
+        RosterError, match=r"expected at least 2 nodes, got 0 usable.*start more nodes, raise node-wait"
     ):
         refresh(FakeGrid({}))
 
@@ -254,7 +254,7 @@ def test_where_nodes_have_keys_the_first_one_keeps_its_partition() -> None:
 
 def test_without_keys_a_setting_says_which_of_two_nodes_stays() -> None:
     grid = FakeGrid({1: FACTS, 2: replace(FACTS, partition=1), 3: FACTS})
-    roster = Roster(node_wait=0.05, num_clients=0, timeout=0.05, first_stays=True)
+    roster = Roster(node_wait=0.05, num_clients=2, timeout=0.05, first_stays=True)
     refresh(grid, roster)
     assert roster.node_of == {0: 1, 1: 2}
     assert "held by node 1" in roster.refused[3]
