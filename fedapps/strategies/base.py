@@ -246,19 +246,19 @@ class RoundStrategy(Strategy):
             Their places, ascending.
 
         Raises:
-            RosterError: There are fewer than the least number.
+            RosterError: There are fewer than the least number that trains.
         """
-        settings, words, train = self.settings, self.words, kind == MessageType.TRAIN
-        if not (words.trains if train else words.fraction_evaluate):
+        settings, words = self.settings, self.words
+        if kind == MessageType.TRAIN and words.trains:
+            share, least = settings.fraction_train, words.min_train_nodes
+            return sample_partitions(settings.seed, server_round, num_clients, share, least=least)
+        if kind == MessageType.TRAIN or not words.fraction_evaluate or not num_clients:
             return []
-        return sample_partitions(
-            settings.seed,
-            server_round,
-            num_clients,
-            settings.fraction_train if train else words.fraction_evaluate,
-            least=words.min_train_nodes if train else words.min_evaluate_nodes,
-            stream=0 if train else EVALUATION_STREAM,
-        )
+        # Nodes may have gone since the training, which waited for as many: those that are left are measured.
+        share, least = words.fraction_evaluate, words.min_evaluate_nodes
+        least = None if least is None else min(least, num_clients)
+        stream = EVALUATION_STREAM
+        return sample_partitions(settings.seed, server_round, num_clients, share, least=least, stream=stream)
 
     def records_for(self, partition: int, through: int, model: Arrays) -> Records:
         """Say what one client receives.
@@ -316,7 +316,7 @@ class RoundStrategy(Strategy):
             RosterError: The client's node did not tell its number of examples.
         """
         facts = self.roster.facts
-        if not facts and self.settings.weighting == "uniform":
+        if not facts and self.settings.weighting == "uniform" and self.roster.num_partitions:
             return 1.0 / self.roster.num_partitions
         if partition not in facts:
             raise RosterError(

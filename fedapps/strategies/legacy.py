@@ -101,7 +101,8 @@ def from_fit_result(arrays: NDArrays, num_examples: int, metrics: Mapping[str, S
 class LegacyStrategy(Strategy):
     """A strategy of this package for Flower's legacy server.
 
-    Clients are known by their place in the sorted list of client ids, since the old interface has no partition ids.
+    Clients are known by their place in the sorted list of client ids, since the old interface has no partition ids. Flower's
+    words of the strategy hold here, too, but for the names of records and ``evaluate_metrics_aggr_fn``: there are no records.
 
     Args:
         strategy: The strategy, such as ``FedPM()``.

@@ -568,7 +568,7 @@ def sample_partitions(
     if size > num_partitions:
         raise RosterError(
             f"round {server_round}",
-            expected=f"at least {least} nodes (min_train_nodes, min_evaluate_nodes)",
+            expected=f"at least {least} nodes (min_train_nodes)",
             got=str(num_partitions),
             do="start more nodes, or lower the least number",
         )

@@ -104,6 +104,19 @@ def test_too_few_clients_end_the_wait() -> None:
         strategy.configure_fit(1, strategy.initialize_parameters(manager()), manager("a", "b"))
 
 
+def test_flowers_words_hold_for_legacy_clients_as_well() -> None:
+    strategy = LegacyStrategy(
+        FedPM(fraction_train=0.5, min_train_nodes=1, fraction_evaluate=0.25, min_evaluate_nodes=3), MODEL
+    )
+    clients = manager(*"abcde")
+    first = strategy.initialize_parameters(clients)
+    assert len(strategy.configure_fit(1, first, clients)) == 2
+    assert len(strategy.configure_evaluate(1, first, clients)) == 3
+    strategy = LegacyStrategy(FedPM(fraction_train=0.0, fraction_evaluate=0.0), MODEL)
+    assert strategy.configure_fit(1, first, clients) == strategy.configure_evaluate(1, first, clients) == []
+    assert strategy.aggregate_fit(1, [], []) == (None, {})
+
+
 def test_evaluation_is_weighted_by_examples_and_clients_without_any_are_left_out() -> None:
     strategy, clients = begin()
     results = [

@@ -123,6 +123,11 @@ def test_wrong_words_are_refused_with_the_nearest(given: dict[str, Any], match: 
         FedCLUP(**given)
 
 
+def test_an_evaluation_goes_on_with_the_nodes_that_are_left() -> None:
+    assert FedPM(min_evaluate_nodes=3).places("evaluate", 1, 2) == [0, 1]
+    assert FedPM(RoundSettings()).places("evaluate", 1, 0) == []
+
+
 def test_flowers_further_words_reach_flowers_strategy_and_hiso_keeps_its_weights() -> None:
     strategy = FedAvgM(server_momentum=0.5, fraction_train=0.5)
     assert (strategy.flower.server_momentum, strategy.settings.fraction_train) == (0.5, 0.5)
