@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from flwr.app import RecordDict
 
 from fedapps.client_apps.fedavg import reply
-from fedapps.client_apps.personal_models import finish, load_personal
-from fedapps.client_apps.problem import local_problem
+from fedapps.client_apps.personal_models import Begun, Descent, finish, load_personal
+from fedapps.client_apps.problem import NO_PULL, Trained, local_problem
 from fedapps.client_apps.work import ClientWork
 
 
@@ -19,6 +21,18 @@ def train(work: ClientWork) -> RecordDict:
     Returns:
         The content of the reply: metrics.
     """
+    problem = local_problem(work)
+    begun = begin(work, problem.names)
+    return end(work, begun, [problem.descend(begun.descents[0].start)], {})
+
+
+def begin(work: ClientWork, names: Sequence[str]) -> Begun:  # noqa: ARG001 - the same call for every method
+    """Say what is to be trained: the personal model, which nothing pulls."""
     kept = load_personal(work)
-    trained = local_problem(work).descend(kept.model)
-    return finish(work, kept, trained, reply({}, {}, work, trained.loss))
+    return Begun(kept, (Descent(kept.model, NO_PULL),))
+
+
+def end(work: ClientWork, begun: Begun, trained: Sequence[Trained], metrics: Mapping[str, float]) -> RecordDict:
+    """Keep the personal model, and pack metrics alone."""
+    (personal,) = trained
+    return finish(work, begun.kept, personal, reply({}, {}, work, personal.loss), metrics)

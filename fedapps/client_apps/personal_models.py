@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import RecordDict
 
 import fedapps
-from fedapps.client_apps.problem import LocalProblem, Trained
+from fedapps.client_apps.problem import LocalProblem, Pull, Trained
 from fedapps.client_apps.work import ClientWork
 from fedapps.errors import MessageError, TaskError
 from fedapps.messages.schema import METRICS, STEP_LIMIT, STORE_LOST, Arrays
@@ -61,6 +61,23 @@ class Kept:
     known: Arrays | None
     generation: int
     lost: bool
+
+
+class Descent(NamedTuple):
+    """A model that a client trains in a round."""
+
+    start: Arrays
+    pull: Pull
+
+
+class Begun(NamedTuple):
+    """A round of a personalised method before its training, which the package's loop takes, or one of a user's own.
+
+    Each method's module has ``begin``, which gives it, and ``end``, which packs what came of the descents.
+    """
+
+    kept: Kept
+    descents: tuple[Descent, ...]
 
 
 def load_personal(work: ClientWork) -> Kept:

@@ -36,6 +36,7 @@ from fedapps.messages.schema import (
     SERVER_ROUND,
     Announced,
     Arrays,
+    Entries,
     Packed,
     Records,
     Reply,
@@ -273,6 +274,14 @@ class RoundStrategy(Strategy):
         """
         return {ARRAYS: model}
 
+    def told_clients(self) -> Entries:
+        """Say what ClientApps of another project must know of the method.
+
+        Returns:
+            Entries for ``config``, see `fedapps.messages.method_facts`; none unless overridden.
+        """
+        return {}
+
     def announced(self, model: Arrays) -> Announced:
         """Say which records of arrays a reply may hold.
 
@@ -323,7 +332,7 @@ class RoundStrategy(Strategy):
                 f"{type(self).__name__}, weights of the clients",
                 expected="the number of examples of every client, from its answer to the query",
                 got=f"no answer from client {partition}",
-                do="use fedapps.client_apps on every node",
+                do="weigh all clients alike, by RoundSettings(weighting='uniform'), or use fedapps.client_apps on every node",
             )
         weights = {p: self.settings.weight(facts[p].num_examples) for p in sorted(facts)}
         return weights[partition] / sum(weights.values())
@@ -427,6 +436,8 @@ class RoundStrategy(Strategy):
             # A client whose reply was folded already goes on from what it kept with that.
             "last-folded": phase.server_round if known else self.rounds.last_folded.get(partition, 0),
             **self._own_data_entries(partition),
+            # An experiment has a name in a run of this package, whose clients have the run config.
+            **({} if self.roster.experiment else self.told_clients()),
             **records.get(CONFIG, {}),
         }
         content = self.words.outward(pack({**records, CONFIG: config}, phase.packed))

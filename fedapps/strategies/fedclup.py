@@ -28,8 +28,9 @@ from typing_extensions import override
 from fedapps.averaging import TensorSums, add_mean, finish_mean, start_mean
 from fedapps.defences import refuse_changed_replies
 from fedapps.errors import MessageError
+from fedapps.messages.method_facts import tell_method
 from fedapps.messages.plans import CURVATURE, AskedCurvature, RoundPlan, read_fit
-from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Records, Reply, check_complete
+from fedapps.messages.schema import ARRAYS, CONFIG, STORE_LOST, Arrays, Entries, Records, Reply, check_complete
 from fedapps.methods.personalised import FedClupSettings
 from fedapps.personalization.choose_lambda import choose_lambda
 from fedapps.personalization.fedclup import (
@@ -151,6 +152,10 @@ class FedCLUP(RoundStrategy):
             return AskedCurvature.NOTHING
         # Some models have no second derivative, and need none where it serves warnings only.
         return AskedCurvature.FOR_GAMMA if self.own.gamma_needs_curvature else AskedCurvature.ROUGHLY
+
+    @override
+    def told_clients(self) -> Entries:
+        return tell_method("fedclup", self.own)
 
     # The round -------------------------------------------------------------------------------
 

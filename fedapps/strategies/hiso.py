@@ -24,8 +24,9 @@ from typing_extensions import override
 
 from fedapps.defences import update_norm
 from fedapps.errors import MessageError, SettingsError
+from fedapps.messages.method_facts import tell_method
 from fedapps.messages.scalars import JOURNAL, SCALARS, JournalPart, fingerprint_of, need_of, read_scalars
-from fedapps.messages.schema import ARRAYS, REBUILT, Announced, Arrays, Records, Reply, unpack_arrays
+from fedapps.messages.schema import ARRAYS, REBUILT, Announced, Arrays, Entries, Records, Reply, unpack_arrays
 from fedapps.methods.zeroth_order import DeComFLSettings, HiSoSettings, scheme_of
 from fedapps.settings import RoundSettings, Settings
 from fedapps.strategies.base import RoundStrategy, RunFiles, lr_of
@@ -191,6 +192,10 @@ class HiSo(RoundStrategy):
         base = self._opened().journal.header.base.fingerprint
         sent = JournalPart(part, base, part.through * self.tau, self.own.mu_of(part.through + 1), confirm)
         return {ARRAYS: {}, JOURNAL: sent.to_entries()}
+
+    @override
+    def told_clients(self) -> Entries:
+        return tell_method(self.scheme.method, self.own, seed=self.settings.seed, local_steps=self.tau)
 
     @override
     def announced(self, model: Arrays) -> Announced:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from fedapps.errors import MessageError
-from fedapps.messages.schema import ARRAYS, Arrays, Records, Reply
+from fedapps.messages.method_facts import tell_method
+from fedapps.messages.schema import ARRAYS, Arrays, Entries, Records, Reply
 from fedapps.strategies.base import RoundStrategy
 
 
@@ -21,6 +22,10 @@ class LocalTrain(RoundStrategy):
     def records_for(self, partition: int, through: int, model: Arrays) -> Records:
         """Send nothing: every client starts from the initial model of the task, which it builds itself."""
         return {ARRAYS: {}}
+
+    @override
+    def told_clients(self) -> Entries:
+        return tell_method("localtrain")
 
     @override
     def begin(self, model: Arrays) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from fedapps.messages.schema import STEP_LIMIT, Arrays, Reply
+from fedapps.messages.method_facts import tell_method
+from fedapps.messages.schema import STEP_LIMIT, Arrays, Entries, Reply
 from fedapps.personalization.pfedme import PFedMeConfig, server_step
 from fedapps.personalization.proximal import pulled_step, unstable_step
 from fedapps.settings import RoundSettings, Settings
@@ -42,6 +43,10 @@ class PFedMe(MeanStrategy):
         # The clients' numbers must go together.
         PFedMeConfig(own.lambda_, own.eta, pulled_step(settings.lr, own.lambda_, own.personal_lr), own.inner_steps)
         return {"beta": own.beta}
+
+    @override
+    def told_clients(self) -> Entries:
+        return tell_method("pfedme")
 
     @override
     def fold(self, reply: Reply) -> None:
