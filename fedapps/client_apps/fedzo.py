@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from flwr.app import RecordDict
 
 from fedapps.client_apps.fedavg import reply
-from fedapps.client_apps.probes import mean_loss, probe, rounding
+from fedapps.client_apps.probes import Measured, mean_loss, probe, rounding
 from fedapps.client_apps.work import ClientWork
 from fedapps.compute import generator
 from fedapps.messages.schema import METRICS
@@ -29,11 +29,12 @@ _OWN_DIRECTIONS = 4
 """What the draw of a client's own directions belongs to, beside seed and partition."""
 
 
-def train(work: ClientWork) -> RecordDict:
+def train(work: ClientWork, measured: Measured | None = None) -> RecordDict:
     """Train one client for one round of FedZO.
 
     Args:
         work: The round.
+        measured: What is measured, in a loop of one's own; else the task's loss on the round's batches.
 
     Returns:
         The content of the reply: the whole model; buffers are as received.
@@ -46,8 +47,9 @@ def train(work: ClientWork) -> RecordDict:
         fixed=work.task.fixed_elements(),
         threads=work.settings.compute_threads,
     )
-    first_step = (work.server_round - 1) * work.num_steps
-    result = probe(work, prober, first_step, own.mu_of(work.server_round), sphere=own.sphere)
+    measured = measured or Measured.of_task(work)
+    first_step = (work.server_round - 1) * len(measured.batches)
+    result = probe(work, prober, measured, first_step, own.mu_of(work.server_round), sphere=own.sphere)
     steps = [LocalStep(first_step + k, g, work.lr) for k, g in enumerate(result.scalars)]
     moved = {name: tensor.detach().cpu().numpy() for name, tensor in prober.displaced(steps).items()}
     buffers = {name: value for name, value in work.arrays.items() if name not in moved}

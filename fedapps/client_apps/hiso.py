@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from flwr.app import MetricRecord, RecordDict
 
-from fedapps.client_apps.probes import mean_loss, probe, rounding
+from fedapps.client_apps.probes import Measured, mean_loss, probe, rounding
 from fedapps.client_apps.replicas import CaughtUp, NeedMoreError, caught_up, save_journal
 from fedapps.client_apps.work import ClientWork
 from fedapps.messages.scalars import NEED_FROM, fingerprint_entry, pack_reply, scalar_entries
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
 
 
-def train(work: ClientWork) -> RecordDict:
+def train(work: ClientWork, measured: Measured | None = None) -> RecordDict:
     """Catch up with the journal, and measure a round's scalars.
 
     Args:
         work: The round.
+        measured: What is measured, in a loop of one's own; else the task's loss on the round's batches.
 
     Returns:
         The content of the reply: ``tau x P`` scalars, the fingerprint of the replica if that is all that the server asks
@@ -38,11 +39,11 @@ def train(work: ClientWork) -> RecordDict:
         with caught_up(work) as client:
             if client.received.confirm:
                 return _answer(work, fingerprint_entry(str(client.fingerprint)), rebuilt=client.rebuilt)
-            content = _pack(work, client, _measure(work, client))
+            content = _pack(work, client, _measure(work, client, measured or Measured.of_task(work)))
             save_journal(work, client.journal)
             return content
     except NeedMoreError as need:
-        return _answer(work, {NEED_FROM: need.after})
+        return ask_for_journal(work, need)
 
 
 def evaluate(work: ClientWork) -> dict[str, float] | RecordDict:
@@ -64,13 +65,18 @@ def evaluate(work: ClientWork) -> dict[str, float] | RecordDict:
                 for name, value in task.evaluate_module(client.model, data).items()
             }
     except NeedMoreError as need:
-        return _answer(work, {NEED_FROM: need.after})
+        return ask_for_journal(work, need)
 
 
-def _measure(work: ClientWork, client: CaughtUp) -> ProbeResult:
+def ask_for_journal(work: ClientWork, need: NeedMoreError) -> RecordDict:
+    """Answer that the client's journal ends before the message's slice begins."""
+    return _answer(work, {NEED_FROM: need.after})
+
+
+def _measure(work: ClientWork, client: CaughtUp, measured: Measured) -> ProbeResult:
     header, threads = client.header, work.settings.compute_threads
     prober = Prober(client.model, header.scheme, client.state, fixed=header.layout.fixed, threads=threads)
-    return probe(work, prober, client.received.first_step, client.received.mu)
+    return probe(work, prober, measured, client.received.first_step, client.received.mu)
 
 
 def _pack(work: ClientWork, client: CaughtUp, result: ProbeResult) -> RecordDict:

@@ -6,12 +6,12 @@ Every pass of a step sees the same batch, drawn from (seed, round, partition).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from fedapps.client_apps.work import ClientWork
-from fedapps.zeroth_order.probing import Difference, Prober, ProbeResult
+from fedapps.zeroth_order.probing import Difference, Loss, Prober, ProbeResult
 
 if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
@@ -23,12 +23,40 @@ ELEMENTS_MOVED = "elements-moved"
 """Metric of a client: share of the half-precision elements that its first probes changed."""
 
 
-def probe(work: ClientWork, prober: Prober, first_step: int, mu: float, *, sphere: bool = False) -> ProbeResult:
+@dataclass(frozen=True)
+class Measured:
+    """What the probes of a round measure.
+
+    Attributes:
+        loss: The mean loss of a model on a batch.
+        batches: One for each local step.
+    """
+
+    loss: Loss
+    batches: Sequence[Any]
+
+    @classmethod
+    def of_task(cls, work: ClientWork) -> Self:
+        """Take the loss of the task, and the round's batches of the client's data."""
+        task, random = cast("TorchTask", work.task), work.augmentation()
+        return cls(
+            lambda model, batch: task.loss(model, *batch),
+            [
+                task.tensors(task.augment(work.data.train.take(indices), random), work.device)
+                for indices in work.batches()
+            ],
+        )
+
+
+def probe(
+    work: ClientWork, prober: Prober, measured: Measured, first_step: int, mu: float, *, sphere: bool = False
+) -> ProbeResult:
     """Measure the directional derivatives of the round's local steps.
 
     Args:
         work: The round.
         prober: Holds the model and its directions; the model is put back.
+        measured: The loss and the batches.
         first_step: Number of the round's first local step over all rounds.
         mu: Radius of the probes.
         sphere: Whether it is their length; see `fedapps.zeroth_order.probing`.
@@ -36,16 +64,9 @@ def probe(work: ClientWork, prober: Prober, first_step: int, mu: float, *, spher
     Returns:
         ``tau x P`` scalars and the losses.
     """
-    task, own, random = cast("TorchTask", work.task), work.settings.own, work.augmentation()
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return task.loss(model, *batch)
-
-    batches = [
-        task.tensors(task.augment(work.data.train.take(indices), random), work.device) for indices in work.batches()
-    ]
+    own = work.settings.own
     return prober.probe(
-        loss, batches, first_step=first_step, num_probes=own.num_probes, mu=mu, lr=work.lr,
+        measured.loss, measured.batches, first_step=first_step, num_probes=own.num_probes, mu=mu, lr=work.lr,
         difference=Difference(own.difference), sphere=sphere,
     )  # fmt: skip
 
