@@ -78,7 +78,8 @@ def scalar_reply(
         context: Flower's context of the node. Journal and replica are kept as `fedapps.client_apps.own_app` says.
         build: Builds the project's model; its random numbers are drawn from the strategy's seed.
         loss: Computes the mean loss of a model on a batch, without a backward pass. The model is on a GPU where there is one.
-        batches: The project's loader: one batch for each of the strategy's ``tau`` local steps, from its start again if it ends.
+        batches: The project's loader: one batch for each of the strategy's ``tau`` local steps; from its start again where it
+            ends before.
         num_examples: Examples that the client trains on.
 
     Returns:

@@ -18,7 +18,6 @@ from fedapps.messages.method_facts import tell_method
 from fedapps.methods.personalised import DittoSettings, FedClupSettings
 from fedapps.personalization.torch_proximal import add_proximal_gradient, take_anchor
 from fedapps.results.storage import load_arrays
-from fedapps.settings import RoundSettings
 from fedapps.simulation.inprocess import InProcessGrid
 from fedapps.strategies import Ditto, FedAvg, FedCLUP, LocalTrain, PFedMe, RoundStrategy
 from fedapps.tasks import TaskConfig
@@ -28,12 +27,12 @@ from ..simulation.runs import assert_same_model, client_states, short_run
 
 pytestmark = pytest.mark.usefixtures("own_module")
 
-UNIFORM = RoundSettings(weighting="uniform")
+UNIFORM = {"weighting": "uniform"}
 STRATEGIES: dict[str, Any] = {
-    "fedclup": lambda: FedCLUP(UNIFORM, own=FedClupSettings(lambda_=0.3, gamma_rule="average")),
-    "pfedme": lambda: PFedMe(UNIFORM, beta=0.5),
-    "ditto": lambda: Ditto(UNIFORM),
-    "localtrain": lambda: LocalTrain(UNIFORM),
+    "fedclup": lambda **words: FedCLUP(**UNIFORM, **words, own=FedClupSettings(lambda_=0.3, gamma_rule="average")),
+    "pfedme": lambda **words: PFedMe(**UNIFORM, **words, beta=0.5),
+    "ditto": lambda **words: Ditto(**UNIFORM, **words),
+    "localtrain": lambda **words: LocalTrain(**UNIFORM, **words),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedclup": {"fedclup.lambda": 0.3, "fedclup.gamma-rule": "average"},
@@ -77,7 +76,7 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_packages_client(tmp_path: Path
     }  # fmt: skip
     package = short_run(tmp_path / "package", config)
     for closure in (False, True):
-        result = run(STRATEGIES[method](), 3, first_model(), app="named", method=method, closure=closure)
+        result = run(STRATEGIES[method](handshake=True), 3, first_model(), app="named", method=method, closure=closure)
         if method != "localtrain":
             assert_same_model(numpy_of(result), package.model)
         theirs, ours = client_states(tmp_path / "package"), kept(tmp_path, 3)
@@ -105,7 +104,7 @@ def test_state_is_there_after_all_nodes_were_restarted(tmp_path: Path) -> None:
 
 
 def test_the_evaluation_twin_gives_the_personal_model(tmp_path: Path) -> None:
-    result = run(Ditto(UNIFORM), 2, first_model(), method="ditto")
+    result = run(Ditto(**UNIFORM), 2, first_model(), method="ditto")
     sums = [
         sum(float(v.astype(np.float64).sum()) for name, v in state.items() if name.startswith("personal/"))
         for state in kept(tmp_path, 2).values()
@@ -182,7 +181,7 @@ def test_a_strategy_of_another_method_or_version_is_refused(told: dict[str, Any]
 
 
 def test_fedavgs_strategy_refuses_a_personalised_client(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = FedAvg(UNIFORM)
+    strategy = FedAvg(**UNIFORM)
     run(strategy, 1, first_model(), method="ditto")
     assert "expected ditto" in strategy.rounds.report.refused[0]
 
