@@ -29,12 +29,24 @@ _OWN_DIRECTIONS = 4
 """What the draw of a client's own directions belongs to, beside seed and partition."""
 
 
-def train(work: ClientWork, measured: Measured | None = None) -> RecordDict:
+def train(work: ClientWork) -> RecordDict:
+    """Train one client for one round of FedZO with the task's loss on the round's batches.
+
+    Args:
+        work: The round.
+
+    Returns:
+        As `train_on`.
+    """
+    return train_on(work, Measured.of_task(work))
+
+
+def train_on(work: ClientWork, measured: Measured) -> RecordDict:
     """Train one client for one round of FedZO.
 
     Args:
         work: The round.
-        measured: What is measured, in a loop of one's own; else the task's loss on the round's batches.
+        measured: The loss and the batches.
 
     Returns:
         The content of the reply: the whole model; buffers are as received.
@@ -47,7 +59,6 @@ def train(work: ClientWork, measured: Measured | None = None) -> RecordDict:
         fixed=work.task.fixed_elements(),
         threads=work.settings.compute_threads,
     )
-    measured = measured or Measured.of_task(work)
     first_step = (work.server_round - 1) * len(measured.batches)
     result = probe(work, prober, measured, first_step, own.mu_of(work.server_round), sphere=own.sphere)
     steps = [LocalStep(first_step + k, g, work.lr) for k, g in enumerate(result.scalars)]

@@ -8,6 +8,7 @@ scalars and forgets its local steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from flwr.app import MetricRecord, RecordDict
@@ -24,12 +25,24 @@ if TYPE_CHECKING:
     from fedapps.tasks.torch_task import TorchTask
 
 
-def train(work: ClientWork, measured: Measured | None = None) -> RecordDict:
+def train(work: ClientWork) -> RecordDict:
+    """Catch up with the journal, and measure a round's scalars with the task's loss on the round's batches.
+
+    Args:
+        work: The round.
+
+    Returns:
+        As `train_on`.
+    """
+    return train_on(work, Measured.of_task)
+
+
+def train_on(work: ClientWork, measured: Callable[[ClientWork], Measured]) -> RecordDict:
     """Catch up with the journal, and measure a round's scalars.
 
     Args:
         work: The round.
-        measured: What is measured, in a loop of one's own; else the task's loss on the round's batches.
+        measured: Gives what is measured; asked only once the replica is there.
 
     Returns:
         The content of the reply: ``tau x P`` scalars, the fingerprint of the replica if that is all that the server asks
@@ -39,7 +52,7 @@ def train(work: ClientWork, measured: Measured | None = None) -> RecordDict:
         with caught_up(work) as client:
             if client.received.confirm:
                 return _answer(work, fingerprint_entry(str(client.fingerprint)), rebuilt=client.rebuilt)
-            content = _pack(work, client, _measure(work, client, measured or Measured.of_task(work)))
+            content = _pack(work, client, _measure(work, client, measured(work)))
             save_journal(work, client.journal)
             return content
     except NeedMoreError as need:

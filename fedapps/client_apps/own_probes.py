@@ -94,7 +94,7 @@ def scalar_reply(
     method = check_method(entries, *METHODS)
     work = own_work(message, context, lambda seed: OwnModel(build, seed), method, num_examples=num_examples, given={})
     with pinned(work.settings.compute_threads):
-        return hiso.train(work, Measured(loss, _taken(batches, int(entries[LOCAL_STEPS]))))
+        return hiso.train_on(work, lambda _: Measured(loss, _taken(batches, int(entries[LOCAL_STEPS]))))
 
 
 def replica_reply(
@@ -169,7 +169,7 @@ def probed_reply(
         message, context, lambda seed: ModelAtHand(lambda: model, seed), "fedzo", num_examples=num_examples, given=own
     )
     with pinned(work.settings.compute_threads):
-        return fedzo.train(work, Measured(loss, _taken(batches, local_steps)))
+        return fedzo.train_on(work, Measured(loss, _taken(batches, local_steps)))
 
 
 def _taken(batches: Iterable[Any], count: int) -> list[Any]:

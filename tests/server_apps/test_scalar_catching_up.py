@@ -202,8 +202,8 @@ def test_a_replica_in_the_minority_is_rebuilt_at_its_next_message(
     shutil.rmtree(tmp_path / "nodes")
     measure = hiso._measure
 
-    def measure_and_go_astray(work: ClientWork, client: Any) -> Any:
-        result = measure(work, client)
+    def measure_and_go_astray(work: ClientWork, client: Any, measured: Any) -> Any:
+        result = measure(work, client, measured)
         if (work.server_round, work.node.partition) == (2, 2):
             with torch.no_grad():
                 next(client.model.parameters()).add_(1e-3)
