@@ -40,9 +40,7 @@ from fedapps.messages.method_facts import LOCAL_STEPS, check_method
 from fedapps.messages.schema import METRICS, NUM_EXAMPLES
 from fedapps.zeroth_order.probing import Loss
 from fedapps.zeroth_order.quiet import quiet
-
-METHODS = ("hiso", "decomfl", "hiso-momentum")
-"""The rules of the strategy `HiSo`."""
+from fedapps.zeroth_order.rules import RULES
 
 
 def first_model(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -91,7 +89,7 @@ def scalar_reply(
         TaskError: There is no batch.
     """
     entries = entries_of(message)
-    method = check_method(entries, *METHODS)
+    method = check_method(entries, *RULES)
     work = own_work(message, context, lambda seed: OwnModel(build, seed), method, num_examples=num_examples, given={})
     with pinned(work.settings.compute_threads):
         return hiso.train_on(work, lambda _: Measured(loss, _taken(batches, int(entries[LOCAL_STEPS]))))
@@ -119,7 +117,7 @@ def replica_reply(
         JournalError: As `scalar_reply`.
         TaskError: The metrics lack ``num-examples``.
     """
-    method = check_method(entries_of(message), *METHODS)
+    method = check_method(entries_of(message), *RULES)
     work = own_work(message, context, lambda seed: OwnModel(build, seed), method, given={})
     try:
         with pinned(work.settings.compute_threads), caught_up(work) as client, quiet(client.model):

@@ -20,23 +20,34 @@ LONGEST_PAUSE = 0.2
 
 
 def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
-    """Send messages at once, and give each reply when it arrives.
+    """Send messages and yield each reply when it arrives.
 
     Replies that do not arrive in time are left out; the caller knows which messages it sent.
 
     Args:
         grid: Flower's grid.
         messages: Messages to send.
-        timeout: Seconds to wait for replies, from the first look for them.
+        timeout: Seconds to wait for replies.
 
-    Returns:
+    Yields:
         Replies, error replies included, in order of arrival.
     """
-    return _arriving(grid, [message_id for message_id in grid.push_messages(messages) if message_id], timeout)
+    yield from arriving(grid, grid.push_messages(messages), timeout)
 
 
-def _arriving(grid: Grid, pending: list[str], timeout: float) -> Iterator[Message]:
+def arriving(grid: Grid, message_ids: Iterable[str], timeout: float) -> Iterator[Message]:
+    """Yield each reply to messages that were sent, as `exchange` does.
+
+    Args:
+        grid: Flower's grid.
+        message_ids: What `push_messages` gave; an empty id stands for a message that was not taken.
+        timeout: Seconds to wait for replies.
+
+    Yields:
+        Replies, error replies included, in order of arrival.
+    """
     deadline = time.monotonic() + timeout
+    pending = [message_id for message_id in message_ids if message_id]
     pause = FIRST_PAUSE
     while pending:
         arrived = set()

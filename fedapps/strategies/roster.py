@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
@@ -29,7 +29,7 @@ from fedapps.curvature.layout import Layout, layout_from_json
 from fedapps.errors import FedAppsError, MessageError, RosterError, explain
 from fedapps.messages.node_facts import NodeFacts
 from fedapps.messages.schema import CONFIG
-from fedapps.strategies.exchange import exchange
+from fedapps.strategies.exchange import arriving
 
 if TYPE_CHECKING:
     from fedapps.tasks.base import Task
@@ -53,11 +53,6 @@ LONGEST_REASON = 2000
 
 REGISTERS_ITSELF = 2.0
 """Seconds from registration to activation below which a node has registered itself."""
-
-_Asked: TypeAlias = tuple[Mapping[int, str], Iterable[Message]]
-"""The id of the query of each node, and the answers as they arrive."""
-
-_NOBODY: _Asked = {}, ()
 
 NODE_POLL = 1.0
 """Seconds between two looks at the connected nodes while clients are missing."""
@@ -128,7 +123,8 @@ class Roster:
         self._known_names = 0
         self._seen: set[tuple[int, str]] = set()
         self._silent: set[int] = set()
-        self._hailed = _NOBODY
+        # Id of the query by node, of nodes whose answer nobody has looked for.
+        self._hailed: dict[int, str] = {}
         self.facts: dict[int, NodeFacts] = {}
         self.refused: dict[int, str] = {}
         self.node_of: dict[int, int] = {}
@@ -242,24 +238,22 @@ class Roster:
     def _gave_up(self, node: NodeInfo) -> bool:
         return self._misses[node.node_id, node.last_activated_at] >= MOST_MISSES
 
-    def _answers(self, grid: Grid, node_ids: Iterable[int]) -> dict[int, Message]:
+    def _answers(self, grid: Grid, node_ids: Sequence[int]) -> dict[int, Message]:
         """Wait for the answers of nodes; those that were not hailed are asked now."""
-        hailed, self._hailed = self._hailed, _NOBODY
-        asked = [hailed, self._ask(grid, [node_id for node_id in node_ids if node_id not in hailed[0]])]
-        answers: dict[int, Message] = {}
-        for query_of, replies in asked:
-            arrived = {reply.metadata.reply_to_message_id: reply for reply in replies}
-            answers |= {node: arrived[query] for node, query in query_of.items() if query in arrived}
-        return answers
+        hailed, self._hailed = self._hailed, {}
+        queries = {node_id: hailed[node_id] for node_id in node_ids if node_id in hailed}
+        queries |= self._ask(grid, [node_id for node_id in node_ids if node_id not in queries])
+        arrived = {r.metadata.reply_to_message_id: r for r in arriving(grid, queries.values(), self._timeout)}
+        return {node_id: arrived[query] for node_id, query in queries.items() if query in arrived}
 
-    def _ask(self, grid: Grid, node_ids: Iterable[int]) -> _Asked:
+    def _ask(self, grid: Grid, node_ids: Sequence[int]) -> dict[int, str]:
+        """Send the query, and give its id for each node."""
         query = ConfigRecord({"version": fedapps.__version__, "method": self.method, "experiment": self.experiment})
         messages = [
             Message(RecordDict({CONFIG: query}), dst_node_id=node_id, message_type=MessageType.QUERY)
             for node_id in node_ids
         ]
-        replies = exchange(grid, messages, self._timeout)
-        return {message.metadata.dst_node_id: message.metadata.message_id for message in messages}, replies
+        return dict(zip(node_ids, grid.push_messages(messages), strict=True))
 
     def _read(self, node: NodeInfo, reply: Message | None) -> NodeFacts | None:
         """Read what a node says of itself; None for one that says nothing, or nothing usable."""

@@ -144,7 +144,7 @@ def test_wrong_uses_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [torch.ones(1, 3)]
     with pytest.raises(JournalError, match="the shapes fit but the weights differ"):
         scalar_reply(message_of(), CONTEXT, zeros, square, batch, num_examples=1)
-    with pytest.raises(MessageError, match=r"expected hiso or decomfl or hiso-momentum, .* got 'fedclup'"):
+    with pytest.raises(MessageError, match=r"expected decomfl or hiso or hiso-momentum, .* got 'fedclup'"):
         scalar_reply(message_of(method="fedclup"), CONTEXT, line, square, batch, num_examples=1)
     with pytest.raises(TaskError, match="expected at least one batch, got none"):
         scalar_reply(message_of(), CONTEXT, line, square, [], num_examples=1)

@@ -112,20 +112,22 @@ def test_nodes_are_hailed_without_waiting_and_only_those_that_came_since_are_ask
     assert grid.queried == [1, 2]
 
 
-def test_a_hailed_node_that_does_not_answer_is_asked_again() -> None:
+def test_a_hailed_node_that_does_not_answer_is_asked_again_and_one_that_is_gone_is_not_waited_for() -> None:
     grid, roster = FakeGrid({1: FACTS, 2: None}), make_roster(node_wait=1.0)
     roster.hail(grid)
     grid.nodes = {2: None, 3: FACTS}
-    pulls = iter(range(1000))
+    looked_for: list[int] = []
 
     def answers_later(message_ids: Iterable[str]) -> Iterable[Message]:
-        if next(pulls) > 2:
+        ids = list(message_ids)
+        looked_for.extend(grid._sent[i].metadata.dst_node_id for i in ids)
+        if len(looked_for) > 4:
             grid.nodes[2] = replace(FACTS, partition=1)
-        known = [i for i in message_ids if grid._sent[i].metadata.dst_node_id in grid.nodes]
-        return FakeGrid.pull_messages(grid, known)
+        return FakeGrid.pull_messages(grid, ids)
 
     grid.pull_messages = answers_later  # type: ignore[method-assign]
     assert refresh(grid, roster).node_of == {0: 3, 1: 2}
+    assert set(looked_for) == {2, 3}
 
 
 def test_of_two_nodes_for_a_partition_the_newer_wins() -> None:
