@@ -16,6 +16,7 @@ from fedapps.client_apps.own_probes import first_model, probed_reply, replica_re
 from fedapps.errors import MessageError, SettingsError, TaskError
 from fedapps.messages import pack_arrays
 from fedapps.messages.method_facts import tell_method
+from fedapps.messages.scalars import need_of
 from fedapps.methods.zeroth_order import DeComFLSettings, HiSoMomentumSettings, HiSoSettings
 from fedapps.settings import key_of
 from fedapps.simulation.inprocess import InProcessGrid
@@ -137,6 +138,14 @@ def test_a_short_loader_begins_again_and_the_seed_is_the_strategys() -> None:
         )
         got = np.frombuffer(content["scalars"]["values"], np.float32)  # type: ignore[arg-type]
         np.testing.assert_array_equal(got, np.array(expected.scalars, np.float32).ravel())
+
+
+def test_an_evaluation_without_the_journal_before_its_slice_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_held", None)  # of another test's run of the same name
+    message = message_of()
+    message.content["journal"]["after"] = message.content["journal"]["through"] = 1  # type: ignore[index,call-overload]
+    content = replica_reply(message, CONTEXT, line, lambda model: {"num-examples": 1.0})
+    assert need_of({name: dict(record) for name, record in content.items()}) == 0
 
 
 def test_wrong_uses_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from fedapps.client_apps.personal import personal, personal_model
 from fedapps.errors import MessageError, SettingsError, TaskError
 from fedapps.messages import pack_arrays
 from fedapps.messages.method_facts import tell_method
+from fedapps.messages.plans import AskedCurvature, RoundPlan
 from fedapps.methods.personalised import DittoSettings, FedClupSettings
 from fedapps.personalization.torch_proximal import add_proximal_gradient, take_anchor
 from fedapps.results.storage import load_arrays
@@ -133,6 +134,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     (model(torch.tensor([[1.0, 2.0]])).sum() ** 2).backward()
     optimizer.step()
+
+
+def test_fedclups_second_reply_is_the_change_since_the_folded_one() -> None:
+    """The client's difference ``w - w_i`` in float64: the first reply is it, the second what it has changed by."""
+    plan = RoundPlan(0.3, 0, fitting=False, curvature=AskedCurvature.NOTHING)
+    told = tell_method("fedclup", FedClupSettings(gamma_rule="average")) | plan.to_entries()
+    w, sent, differences = line().weight.detach().double().numpy(), [], []
+    for server_round in (1, 2):
+        model = line()
+        message = message_of(model, told, **{"server-round": server_round, "last-folded": server_round - 1})
+        with personal(message, CONTEXT, model, "fedclup") as p:
+            step(model, torch.optim.SGD(model.parameters(), lr=p.lr / 4))
+        differences.append(w - model.weight.detach().double().numpy())
+        sent.append(p.reply(num_examples=1, train_loss=0.0)["arrays"]["weight"].numpy())  # type: ignore[index,union-attr,call-overload]
+    np.testing.assert_allclose(sent[0], differences[0], rtol=1e-6)
+    np.testing.assert_allclose(sent[1], differences[1] - differences[0], rtol=1e-5)
+    assert np.abs(sent).min() > 0.05
 
 
 def test_each_step_is_that_of_the_proximal_gradient(tmp_path: Path) -> None:
